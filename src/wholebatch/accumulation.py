@@ -1,0 +1,306 @@
+"""GradientAccumulator: the whole batch's gradient, one micro-batch at a time."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from wholebatch.batch.loader import moved_ahead
+from wholebatch.batch.sizing import FixedSize
+from wholebatch.cut import CutBatch, Knife, MicroBatch
+from wholebatch.divisor import Divisor, Divisors
+from wholebatch.errors import ConfigurationError, LossFormError, UnsupportedModelError
+from wholebatch.evaluation import Evaluator, batches_of
+from wholebatch.facts import BatchLayout, EvaluationReport, Number, StepReport
+from wholebatch.first_batch import FirstBatch
+from wholebatch.gradients.precision import Fp32Sums, Scaler, no_autocast, one_autocast, scale_of, seed
+from wholebatch.gradients.set_aside import SetAside
+from wholebatch.judgement import Judge, Verdict
+from wholebatch.loss.counting import Count
+from wholebatch.loss.stated import MicroBatchLoss, StatedLoss
+from wholebatch.memory.device import peak_meter
+from wholebatch.options import OnBadBatch, Options, future_state_bytes, trainable_parameters
+from wholebatch.parallel.ranks import refuse_several_ranks
+from wholebatch.suitability import no_step_inside, refuse_stepping_hooks, refuse_wrappers
+from wholebatch.totals import Totals
+from wholebatch.trials import on_trial
+
+STATE_VERSION = 1
+
+UNSETTLED_EVALUATION_SIZE = 4
+"""Examples per micro-batch when `evaluate` is called before training has chosen a size."""
+
+
+class GradientAccumulator:
+    """Gives a model the gradient of a whole batch while holding one micro-batch in memory at a time.
+
+    `backward(batch)` replaces `loss.backward()`: it cuts the batch into micro-batches and adds to `.grad` what one
+    pass over the whole batch would have added, up to floating-point rounding. Clipping, the scheduler and the
+    optimizer step stay where they were, once per batch.
+
+    Args:
+        model: Any `nn.Module`.
+        loss_fn: `loss_fn(model, micro_batch)` returns a scalar mean (with `count`), `wb.LossSum(sum, count)`, a mapping
+            of these, one loss per example, a Hugging Face output, or `(loss, extras)` of any of these. Not needed for a
+            Hugging Face model that computes its own loss.
+        count: What a scalar loss is a mean over: `"examples"`, `"tokens"` (labels other than -100, after the shift for
+            causal language models of Hugging Face), a function of the micro-batch whose value is additive over
+            micro-batches, or `"sum"` for a loss that is no mean. Several terms: a mapping from term to count. It is
+            verified on the first batch that is cut.
+        optimizer: Read only, to count its state in the memory plan and to know parameters outside the model.
+        micro_batch_size: At most so many examples at once (exactly so many, in arrival order, with `regroup=False`),
+            or `"auto"`: measured on the training's own first micro-batches.
+        memory_budget: What `"auto"` keeps within: `"auto"`, bytes, `"6GiB"`, or a fraction of the device. On a CPU it
+            means the resident memory of the process.
+        regroup: Whether the cut may make micro-batches of equal size, rather than full ones and a rest.
+        collate_fn: Makes a micro-batch of a list of examples; the batch is then such a list. Called once per
+            micro-batch, all before the first forward.
+        layout: Where the examples lie in batches that do not have them in dimension 0 of every field.
+        on_bad_batch: What to do with a batch that has no label or a non-finite loss: `"skip"` it, `"raise"`, or
+            `"ignore"` non-finite losses: no host sync then, the flags are read with the next batch.
+        max_skipped_batches: So many bad batches in a row raise `TooManySkippedBatchesError`.
+        accumulate_in_fp32: Sum the gradients of bf16 and fp16 parameters in fp32 over the batch.
+        deterministic: Choose `"auto"` sizes from shapes only, never from timings. None follows
+            `torch.are_deterministic_algorithms_enabled()`.
+
+    Raises:
+        WholeBatchError: An option, the model or the loss function cannot be right.
+
+    Example:
+        >>> import torch, wholebatch as wb
+        >>> model = torch.nn.Linear(3, 1)
+        >>> def loss_fn(model, batch):
+        ...     return torch.nn.functional.mse_loss(model(batch["x"]), batch["y"])
+        >>> accumulator = wb.GradientAccumulator(model, loss_fn, count="examples", micro_batch_size=2)
+        >>> accumulator.backward({"x": torch.randn(5, 3), "y": torch.randn(5, 1)}).micro_batch_sizes
+        (2, 2, 1)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        *,
+        count: Count | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        micro_batch_size: int | Literal["auto"] = "auto",
+        memory_budget: str | int | float = "auto",
+        regroup: bool = True,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        layout: BatchLayout | None = None,
+        on_bad_batch: OnBadBatch = "skip",
+        max_skipped_batches: int = 10,
+        accumulate_in_fp32: bool = False,
+        deterministic: bool | None = None,
+    ) -> None:
+        self._options = Options(
+            micro_batch_size=micro_batch_size,
+            memory_budget=memory_budget,
+            regroup=regroup,
+            collate_fn=collate_fn,
+            layout=layout,
+            on_bad_batch=on_bad_batch,
+            max_skipped_batches=max_skipped_batches,
+            accumulate_in_fp32=accumulate_in_fp32,
+            deterministic=deterministic,
+        )
+        refuse_wrappers(model)
+        refuse_several_ranks()
+        self.model, self._optimizer = model, optimizer
+        parameters = trainable_parameters(model, optimizer)
+        self._device = parameters[0].device if parameters else torch.device("cpu")
+        self._loss = StatedLoss(model, loss_fn, count)
+        self._knife = Knife(self._loss.counter, collate_fn, layout)
+        self._sizing = self._options.sizing(self._device, future_state_bytes(optimizer, parameters))
+        self._first_batch = FirstBatch(model, self._loss, self._knife, self._device)
+        self._divisors = Divisors(self._loss.counter)
+        self._judge = Judge(on_bad_batch, max_skipped_batches)
+        self._meter = peak_meter(self._device)
+
+    def backward(self, batch: Any, grad_scaler: Scaler | None = None) -> StepReport:
+        """Add the whole batch's gradient to `.grad`.
+
+        If it raises, or returns `should_step == False`, `.grad` is as it was before the call.
+
+        Args:
+            batch: The whole batch, best on the host: a mapping, tuple or other nest of tensors with the examples in
+                dimension 0, or a list of examples if there is a `collate_fn`.
+            grad_scaler: Its scale is applied, as `grad_scaler.scale(loss).backward()` does.
+
+        Returns:
+            What was done; `report.should_step` says whether `.grad` is to be used.
+
+        Raises:
+            WholeBatchError: The batch, its counts or its loss cannot be right.
+        """
+        started = time.perf_counter()
+        self._meter.start()
+        parameters = self._ready()
+        cut = self._knife.cut(batch, self._sizing)
+        with self._first_batch.checked(batch, cut, parameters):
+            if cut.unlabelled:
+                return self._report(cut, [], self._judge.unlabelled(cut.num_examples), started)
+            return self._accumulate(cut, parameters, grad_scaler, started)
+
+    def _accumulate(
+        self, cut: CutBatch, parameters: list[nn.Parameter], grad_scaler: Scaler | None, started: float
+    ) -> StepReport:
+        ran, totals, divisor = [], Totals(self._device), self._divisors.of(cut, self._first_batch.form)
+        sums = Fp32Sums(parameters if self._options.accumulate_in_fp32 else ())
+        with SetAside(parameters) as aside, no_step_inside(), one_autocast(self._device):
+            scale = scale_of(grad_scaler, self._device)
+            for micro_batch, data in self._stream(cut):
+                loss = self._loss(self.model, data, micro_batch.counts, micro_batch.num_examples)
+                self._differentiate(loss, divisor, scale)
+                sums.add()
+                totals.add(loss)
+                ran.append(micro_batch)
+                del data, loss  # before the next but one moves to the device
+            self._refuse_constant(totals)
+            verdict, divisor = self._judged(cut, ran, totals, divisor)
+            if verdict.should_step:
+                if divisor.provisional:
+                    aside.multiply(divisor.correction)
+                    sums.multiply(divisor.correction)
+                sums.finish()
+                aside.keep()
+        return self._report(cut, ran, verdict, started, totals, divisor)
+
+    def _stream(self, cut: CutBatch) -> Iterator[tuple[MicroBatch, Any]]:
+        """The micro-batches to run, each with its data on the device and the next one's on the way."""
+        labelled = [micro_batch for micro_batch in cut.micro_batches if not micro_batch.unlabelled]
+        if not self._sizing.settled:
+            yield from on_trial(labelled, self._knife, self._sizing, self._meter, self._device)
+            return
+        moved = moved_ahead((micro_batch.data() for micro_batch in labelled), self._device)
+        for micro_batch in labelled:
+            yield micro_batch, next(moved)
+
+    def _differentiate(self, loss: MicroBatchLoss, divisor: Divisor, scale: torch.Tensor | None) -> None:
+        values, seeds = [], []
+        for name, term in loss.terms.items():
+            if term.value.requires_grad:  # a micro-batch may touch no trainable parameter
+                values.append(term.value)
+                seeds.append(seed(term.value, term.weight / divisor.by_term[name], scale))
+        if values:
+            with no_autocast(self._device):
+                torch.autograd.backward(values, seeds)
+
+    def _judged(
+        self, cut: CutBatch, ran: list[MicroBatch], totals: Totals, divisor: Divisor
+    ) -> tuple[Verdict, Divisor]:
+        """Whether the gradient is to be used; the one host sync of a batch (none with `on_bad_batch="ignore"`)."""
+        if self._judge.on_bad_batch == "ignore":
+            return self._judge.read_later(totals.finite()), divisor.corrected(totals.counts())
+        losses, counts = totals.read()
+        divisor = divisor.corrected(counts)
+        bad = [micro_batch for micro_batch, loss in zip(ran, losses, strict=True) if not math.isfinite(loss)]
+        if bad:
+            examples = self._first_batch.not_finite_examples(bad)
+            return self._judge.not_finite([loss for loss in losses if not math.isfinite(loss)], examples), divisor
+        self._divisors.check(cut, counts)
+        if not any(counts.values()):
+            return self._judge.unlabelled(cut.num_examples), divisor
+        return self._judge.good(), divisor
+
+    def _ready(self) -> list[nn.Parameter]:
+        """The parameters that get a gradient, after the checks that cost next to nothing."""
+        if not torch.is_grad_enabled():
+            raise UnsupportedModelError("backward was called where gradients are switched off (torch.no_grad)")
+        self._judge.read_now()
+        parameters = trainable_parameters(self.model, self._optimizer)
+        if not parameters:
+            raise UnsupportedModelError("the model has no trainable parameter: requires_grad is False everywhere")
+        refuse_stepping_hooks(parameters)
+        return parameters
+
+    @staticmethod
+    def _refuse_constant(totals: Totals) -> None:
+        if not totals.differentiable:
+            raise LossFormError(
+                "the loss of no micro-batch depends on a trainable parameter: it has no graph. Return the loss tensor "
+                "itself, computed from the model's output without .detach(), .item() or torch.no_grad()."
+            )
+
+    def _report(
+        self,
+        cut: CutBatch,
+        ran: Sequence[MicroBatch],
+        verdict: Verdict,
+        started: float,
+        totals: Totals | None = None,
+        divisor: Divisor | None = None,
+    ) -> StepReport:
+        counts: Mapping[str, Number] = cut.counts if divisor is None else divisor.counts
+        parts = sorted([*ran, *(m for m in cut.micro_batches if m.unlabelled)], key=lambda m: m.examples.start)
+        return StepReport(
+            loss=torch.tensor(math.nan) if totals is None or divisor is None else totals.loss(divisor.true),
+            metrics={} if totals is None else totals.metrics(),
+            count=next(iter(counts.values())) if len(counts) == 1 else dict(counts),
+            num_examples=cut.num_examples,
+            micro_batch_sizes=tuple(part.num_examples for part in parts),
+            should_step=verdict.should_step,
+            reason=verdict.reason,
+            bad_examples=verdict.bad_examples,
+            peak_memory_bytes=self._meter.peak_bytes(),
+            seconds=time.perf_counter() - started,
+            restarts=0,
+        )
+
+    def evaluate(self, batch_or_batches: Any) -> EvaluationReport:
+        """The loss over a batch, or over all batches of an iterable: summed numerators over summed counts.
+
+        Runs in evaluation mode (each module's own flag is put back) and without gradients.
+
+        Args:
+            batch_or_batches: One batch as for `backward`, or a loader, generator or list of batches. With a
+                `collate_fn` a list is one batch of examples; wrap several in a generator or a loader.
+
+        Raises:
+            CountError: Nothing in it has a label.
+            WholeBatchError: As for `backward`.
+        """
+        evaluator = Evaluator(self.model, self._loss, self._device)
+        sizing = self._sizing if self._sizing.settled else FixedSize(UNSETTLED_EVALUATION_SIZE)
+        for batch in batches_of(batch_or_batches, collated=self._options.collate_fn is None):
+            cut = self._knife.cut(batch, sizing)
+            with self._first_batch.checked(batch, cut, trainable_parameters(self.model, self._optimizer)):
+                evaluator.add(cut)
+        return evaluator.report()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a later run needs to go on in the same way: the sizes chosen, what was verified, skips in a row.
+
+        Plain numbers, strings and dicts, so that `torch.load(..., weights_only=True)` reads it.
+        """
+        return {
+            "version": STATE_VERSION,
+            "sizing": {"kind": type(self._sizing).__name__, **self._sizing.state_dict()},
+            "first_batch": self._first_batch.state_dict(),
+            "units_per_example": self._divisors.units_per_example,
+            "skipped_in_a_row": self._judge.skipped_in_a_row,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the state of an accumulator of the same model, loss and options.
+
+        A choice of micro-batch size made under other options (a size stated there and "auto" here, say) is not taken.
+
+        Raises:
+            ConfigurationError: It is not such a state; nothing is changed then.
+        """
+        expected = set(self.state_dict())
+        if not isinstance(state, Mapping) or set(state) != expected or state["version"] != STATE_VERSION:
+            got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise ConfigurationError(
+                f"not the state of a GradientAccumulator of version {STATE_VERSION}: it has {got}, expected {sorted(expected)}"
+            )
+        sizing = dict(state["sizing"])
+        if sizing.pop("kind") == type(self._sizing).__name__:
+            self._sizing.load_state_dict(sizing)
+        self._first_batch.load_state_dict(state["first_batch"])
+        self._divisors.units_per_example = float(state["units_per_example"])
+        self._judge.skipped_in_a_row = int(state["skipped_in_a_row"])

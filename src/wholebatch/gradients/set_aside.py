@@ -1,0 +1,98 @@
+"""Keeps the gradients that were there before a batch, so that a batch is either added whole or not at all."""
+
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+
+from wholebatch.facts import Number
+
+
+class SetAside:
+    """Takes `.grad` off the parameters; gives it back untouched, or with the new gradient added.
+
+    As a context manager it gives back whatever was there unless `keep` was called. Where every `.grad` was None
+    (what `zero_grad()` leaves) all of this is free. The tensors that were there stay the same objects.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self._previous: list[torch.Tensor | None] = []
+
+    def __enter__(self) -> "SetAside":
+        self._previous = [parameter.grad for parameter in self._parameters]
+        self._done = False
+        self.discard()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._done:
+            with _interrupt_held():
+                self.restore()
+
+    def discard(self) -> None:
+        """Drop the gradients of this batch; what was there before stays aside."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def restore(self) -> None:
+        """`.grad` as it was before the batch."""
+        for parameter, previous in zip(self._parameters, self._previous, strict=True):
+            parameter.grad = previous
+        self._done = True
+
+    def multiply(self, factor: Number) -> None:
+        """Multiply the gradients of this batch, in place."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    def keep(self) -> None:
+        """Add the new gradients to what was there before. Not interrupted half-way by Ctrl-C."""
+        if any(previous is not None for previous in self._previous):
+            with _interrupt_held():
+                self._add()
+        self._done = True
+
+    def _add(self) -> None:
+        for parameter, previous in zip(self._parameters, self._previous, strict=True):
+            if previous is None:
+                continue
+            if (new := parameter.grad) is not None:
+                previous = _sum(previous, new)
+            parameter.grad = previous
+
+
+@torch.no_grad()
+def _sum(previous: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """As autograd accumulates: in place, except where a sparse gradient meets a dense one."""
+    if previous.is_sparse and not new.is_sparse:
+        return new.add_(previous)
+    return previous.add_(new)
+
+
+@contextmanager
+def _interrupt_held() -> Iterator[None]:
+    """Hold Ctrl-C back for a few lines that must not be left half-way; it is delivered right after.
+
+    Signals reach Python code in the main thread only, so elsewhere there is nothing to hold back.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[tuple[int, FrameType | None]] = []
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler):  # ignored, the default action, or set outside Python
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if held:
+            # From a timer, so that it arrives after backward has returned its report, not in the middle of it.
+            threading.Timer(0, signal.raise_signal, (signal.SIGINT,)).start()

@@ -1,0 +1,76 @@
+"""The accumulator's options, checked before anything runs."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from wholebatch.batch.sizing import UNITS_ACCELERATOR, UNITS_CPU, FixedSize, RuleSize, SizeSearch, Sizing
+from wholebatch.errors import ConfigurationError
+from wholebatch.facts import BatchLayout
+from wholebatch.memory.device import budget_bytes
+
+OnBadBatch: TypeAlias = Literal["skip", "raise", "ignore"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for; see `GradientAccumulator`."""
+
+    micro_batch_size: int | Literal["auto"]
+    memory_budget: str | int | float
+    regroup: bool
+    collate_fn: Callable[[list[Any]], Any] | None
+    layout: BatchLayout | None
+    on_bad_batch: OnBadBatch
+    max_skipped_batches: int
+    accumulate_in_fp32: bool
+    deterministic: bool | None
+
+    def __post_init__(self) -> None:
+        size, most = self.micro_batch_size, self.max_skipped_batches
+        if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ConfigurationError(f'micro_batch_size={size!r}: it must be "auto" or a number of examples, at least 1')
+        if self.on_bad_batch not in ("skip", "raise", "ignore"):
+            raise ConfigurationError(f'on_bad_batch={self.on_bad_batch!r}: use "skip", "raise" or "ignore"')
+        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+            raise ConfigurationError(f"max_skipped_batches={most!r}: it must be a number of batches, at least 1")
+        if self.collate_fn is not None and not callable(self.collate_fn):
+            raise ConfigurationError(f"collate_fn={self.collate_fn!r} is not callable")
+        if self.layout is not None and not isinstance(self.layout, BatchLayout):
+            raise ConfigurationError(f"layout={self.layout!r}: it must be a wb.BatchLayout")
+
+    def sizing(self, device: torch.device, reserved_bytes: int) -> Sizing:
+        """How micro-batch sizes are chosen under these options."""
+        budget = budget_bytes(self.memory_budget, device)  # checked even where it does not decide
+        if self.micro_batch_size != "auto":
+            return FixedSize(self.micro_batch_size, exact=not self.regroup)
+        deterministic = self.deterministic
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+        if deterministic:
+            return RuleSize(UNITS_CPU if device.type == "cpu" else UNITS_ACCELERATOR)
+        return SizeSearch(budget, reserved_bytes, explicit=self.memory_budget != "auto")
+
+
+def trainable_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[nn.Parameter]:
+    """Each parameter that may get a gradient, once: the model's, and the optimizer's others (a learned loss weight)."""
+    groups = [] if optimizer is None else [group["params"] for group in optimizer.param_groups]
+    candidates: Iterable[Any] = (parameter for group in (model.parameters(), *groups) for parameter in group)
+    return list({id(p): p for p in candidates if isinstance(p, torch.Tensor) and p.requires_grad and p.is_leaf}.values())
+
+
+def future_state_bytes(optimizer: torch.optim.Optimizer | None, parameters: Iterable[nn.Parameter]) -> int:
+    """Bytes that the optimizer will hold after its first step: two tensors per parameter, as AdamW, or none for plain SGD.
+
+    0 where the state exists already, since it is then part of what is measured.
+    """
+    if optimizer is not None and optimizer.state:
+        return 0
+    if isinstance(optimizer, torch.optim.SGD):
+        copies = 1 if any(group["momentum"] for group in optimizer.param_groups) else 0
+    else:
+        copies = 2
+    return copies * sum(parameter.numel() * parameter.element_size() for parameter in parameters)

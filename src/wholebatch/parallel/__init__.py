@@ -1,0 +1,1 @@
+"""Several ranks. The only room that knows of `torch.distributed`."""

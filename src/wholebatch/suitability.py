@@ -1,0 +1,168 @@
+"""Whether a model can be accumulated exactly: wrappers, hooks that step, modules with batch statistics."""
+
+import dis
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from wholebatch.errors import BatchStatisticsWarning, UnsupportedModelError
+
+_REPLICATING = {"DataParallel": "nn.DataParallel averages over replicas with equal weight, whatever they hold"}
+
+
+def refuse_wrappers(model: nn.Module) -> None:
+    """Raise `UnsupportedModelError` for a wrapper that weighs its replicas without regard to the count."""
+    for kind in type(model).__mro__:
+        if (why := _REPLICATING.get(kind.__name__)) is not None:
+            raise UnsupportedModelError(
+                f"the model is wrapped in {kind.__name__}: {why}, so the gradient would not be the batch's. "
+                "Pass the module inside it (model.module); several devices need one process each."
+            )
+
+
+def warn_of_batch_statistics(model: nn.Module) -> None:
+    """Give one `BatchStatisticsWarning` that names the modules whose statistics are those of a micro-batch."""
+    if names := batch_statistics(model):
+        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        warnings.warn(
+            f"{shown}: normalises with, or tracks, the statistics of what it sees, and it sees micro-batches. "
+            "Not exact: the activations after it, hence the gradient, and its running statistics, which move once "
+            "per micro-batch. Exact: everything else. Way out: LayerNorm or GroupNorm, or put these modules in "
+            "eval() to freeze them.",
+            BatchStatisticsWarning,
+            stacklevel=4,
+        )
+
+
+def batch_statistics(model: nn.Module) -> list[str]:
+    """The names of the modules in training mode that use or track the statistics of a batch."""
+    return [
+        f"{name or 'the model itself'} ({type(module).__name__})"
+        for name, module in model.named_modules()
+        if module.training and _tracks_the_batch(module)
+    ]
+
+
+def _tracks_the_batch(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.instancenorm._InstanceNorm):
+        return module.track_running_stats
+    return isinstance(module, nn.modules.batchnorm._BatchNorm)
+
+
+def refuse_stepping_hooks(parameters: Iterable[nn.Parameter]) -> None:
+    """Raise `UnsupportedModelError` if a hook on a parameter steps an optimizer as soon as a gradient arrives.
+
+    Such hooks (torch's "optimizer in backward") would step once per micro-batch. What a hook does cannot be known in
+    general, so a hook counts as stepping if its code calls `step` and an optimizer is within its reach, or if it sets
+    a `.grad`. `no_step_inside` catches what this does not see.
+    """
+    for parameter in parameters:
+        for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+            if _steps(hook):
+                raise UnsupportedModelError(
+                    f"a post-accumulate-grad hook ({_name(hook)}) on a parameter of shape {tuple(parameter.shape)} "
+                    "steps the optimizer inside backward: it would step once per micro-batch, each time on a part of "
+                    "the batch. Remove the hook (handle.remove()) and call optimizer.step() after backward."
+                )
+
+
+@contextmanager
+def no_step_inside() -> Iterator[None]:
+    """Refuse any `optimizer.step()` while a batch is being accumulated, before it changes a parameter."""
+
+    def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        raise UnsupportedModelError(
+            f"{type(optimizer).__name__}.step() was called inside backward (by a hook, or by loss_fn): it would step "
+            "on a part of the batch. Call it after backward has returned."
+        )
+
+    handle = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def hooks_leave_parameters(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Raise, and undo it, if a hook changes its parameter although it neither steps an optimizer nor looks like it.
+
+    Costs a copy of the parameters that have such hooks, so it is for a first batch only; free where there are none.
+    """
+    hooked = [p for p in parameters if getattr(p, "_post_accumulate_grad_hooks", None)]
+    before = [parameter.detach().clone() for parameter in hooked]
+    yield
+    changed = [i for i, parameter in enumerate(hooked) if not torch.equal(parameter.detach(), before[i])]
+    if changed:
+        with torch.no_grad():
+            for i in changed:
+                hooked[i].copy_(before[i])
+        raise UnsupportedModelError(
+            f"post-accumulate-grad hooks changed {len(changed)} parameters during backward: they would be changed once "
+            "per micro-batch, on a part of the batch. The parameters were put back. Remove the hooks."
+        )
+
+
+def _name(hook: Callable[..., Any]) -> str:
+    return getattr(hook, "__qualname__", type(hook).__name__)
+
+
+def _steps(hook: Callable[..., Any]) -> bool:
+    while isinstance(hook, partial):
+        if any(_holds_optimizer(value) for value in (*hook.args, *hook.keywords.values())):
+            return True
+        hook = hook.func
+    function = inspect.unwrap(hook)
+    if not inspect.isfunction(function) and not inspect.ismethod(function):
+        function = getattr(type(hook), "__call__", hook)  # a callable object
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return False
+    names = _names(code)
+    if "step" in names and any(_holds_optimizer(value) for value in _reachable(hook, function, names)):
+        return True
+    return _sets_grad(code)
+
+
+def _names(code: CodeType) -> set[str]:
+    nested = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*(_names(inner) for inner in nested))
+
+
+def _sets_grad(code: CodeType) -> bool:
+    return any(step.opname == "STORE_ATTR" and step.argval == "grad" for step in dis.get_instructions(code))
+
+
+def _reachable(hook: Any, function: Any, names: set[str]) -> Iterator[Any]:
+    yield getattr(hook, "__self__", hook)
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # an empty cell
+            continue
+    yield from (getattr(function, "__defaults__", None) or ())
+    known = getattr(function, "__globals__", {})
+    yield from (known[name] for name in names if name in known)
+
+
+def _holds_optimizer(value: Any, depth: int = 2) -> bool:
+    if isinstance(value, torch.optim.Optimizer):
+        return True
+    if depth == 0:
+        return False
+    if isinstance(value, dict):
+        return any(_holds_optimizer(item, depth - 1) for item in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(_holds_optimizer(item, depth - 1) for item in value)
+    attributes = getattr(value, "__dict__", None)
+    if attributes is None or isinstance(value, (type, nn.Module)) or inspect.ismodule(value):
+        return False
+    return any(_holds_optimizer(item, depth - 1) for item in attributes.values())

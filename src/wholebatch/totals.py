@@ -1,0 +1,79 @@
+"""Sums over the micro-batches of one step: the loss, its counts, the metrics, and whether all was finite."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from wholebatch.facts import Number
+from wholebatch.loss.stated import MicroBatchLoss
+
+
+class Totals:
+    """What a step's micro-batches add up to. Holds 0-d detached tensors only, and reads none of them before the end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.differentiable = False
+        self._values: dict[str, list[torch.Tensor]] = defaultdict(list)
+        self._weights: dict[str, list[Number]] = defaultdict(list)
+        self._counts: dict[str, list[Number]] = defaultdict(list)
+        self._metrics: dict[str, list[tuple[Number, Number]]] = defaultdict(list)
+
+    def add(self, loss: MicroBatchLoss) -> None:
+        """Add one micro-batch's loss."""
+        for name, term in loss.terms.items():
+            self.differentiable |= term.value.requires_grad
+            self._values[name].append(term.value.detach())
+            self._weights[name].append(term.weight)
+            self._counts[name].append(term.count)
+        for name, pair in loss.metrics.items():
+            self._metrics[name].append(pair)
+
+    def read(self) -> tuple[list[float], dict[str, float]]:
+        """The loss of each micro-batch that was run, and the summed counts by term: one host sync."""
+        values = torch.stack([torch.stack(values) for values in self._values.values()]).sum(dim=0)
+        counts = self.counts()
+        read = torch.cat([values.to(next(iter(counts.values())).dtype), *(c.reshape(1) for c in counts.values())])
+        numbers = read.tolist()
+        return numbers[: len(values)], dict(zip(counts, numbers[len(values) :], strict=True))
+
+    def counts(self) -> dict[str, torch.Tensor]:
+        """The summed counts that came with the loss, by term; 0-d, on the device."""
+        return {name: self._vector(counts).sum() for name, counts in self._counts.items()}
+
+    def finite(self) -> torch.Tensor:
+        """Whether each micro-batch's loss is finite: one flag a micro-batch that was run, on the device."""
+        terms = [torch.isfinite(torch.stack(values)) for values in self._values.values()]
+        return torch.stack(terms).all(dim=0)
+
+    def loss(self, denominators: Mapping[str, Number]) -> torch.Tensor:
+        """The batch's loss: the sum over terms of their sums over `denominators`; 0-d, detached."""
+        return torch.stack([self._sum(name) / denominators[name] for name in self._values]).sum()
+
+    def sums(self) -> dict[str, torch.Tensor]:
+        """The numerator of each term."""
+        return {name: self._sum(name) for name in self._values}
+
+    def metric_sums(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Each metric's numerator and count."""
+        return {
+            name: (self._vector([s for s, _ in pairs]).sum(), self._vector([c for _, c in pairs]).sum())
+            for name, pairs in self._metrics.items()
+        }
+
+    def metrics(self) -> dict[str, torch.Tensor]:
+        """The batch's means of the metrics."""
+        return {name: total / count for name, (total, count) in self.metric_sums().items()}
+
+    def _sum(self, name: str) -> torch.Tensor:
+        values = torch.stack(self._values[name])
+        return (values * self._vector(self._weights[name]).to(values.dtype)).sum()
+
+    def _vector(self, numbers: Sequence[Number]) -> torch.Tensor:
+        """Numbers and 0-d tensors as one vector on the device, in double precision where the device has it."""
+        dtype = torch.float32 if self._device.type == "mps" else torch.float64
+        if any(isinstance(number, torch.Tensor) for number in numbers):
+            parts = [torch.as_tensor(number, device=self._device).detach().reshape(()).to(dtype) for number in numbers]
+            return torch.stack(parts)
+        return torch.tensor(numbers, dtype=dtype, device=self._device)
