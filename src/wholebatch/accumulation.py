@@ -16,7 +16,7 @@ from wholebatch.errors import ConfigurationError, LossFormError, UnsupportedMode
 from wholebatch.evaluation import Evaluator, batches_of
 from wholebatch.facts import BatchLayout, EvaluationReport, Number, StepReport
 from wholebatch.first_batch import FirstBatch
-from wholebatch.gradients.precision import Fp32Sums, Scaler, no_autocast, one_autocast, scale_of, seed
+from wholebatch.gradients.precision import Fp32Sums, Scaler, no_autocast, one_autocast, scale_of, share
 from wholebatch.gradients.set_aside import SetAside
 from wholebatch.judgement import Judge, Verdict
 from wholebatch.loss.counting import Count
@@ -180,14 +180,14 @@ class GradientAccumulator:
             yield micro_batch, next(moved)
 
     def _differentiate(self, loss: MicroBatchLoss, divisor: Divisor, scale: torch.Tensor | None) -> None:
-        values, seeds = [], []
-        for name, term in loss.terms.items():
-            if term.value.requires_grad:  # a micro-batch may touch no trainable parameter
-                values.append(term.value)
-                seeds.append(seed(term.value, term.weight / divisor.by_term[name], scale))
-        if values:
+        shares = [
+            share(term.value, term.weight / divisor.by_term[name], scale)
+            for name, term in loss.terms.items()
+            if term.value.requires_grad  # a micro-batch may touch no trainable parameter
+        ]
+        if shares:
             with no_autocast(self._device):
-                torch.autograd.backward(values, seeds)
+                torch.autograd.backward(shares)
 
     def _judged(
         self, cut: CutBatch, ran: list[MicroBatch], totals: Totals, divisor: Divisor
@@ -296,7 +296,8 @@ class GradientAccumulator:
         if not isinstance(state, Mapping) or set(state) != expected or state["version"] != STATE_VERSION:
             got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
             raise ConfigurationError(
-                f"not the state of a GradientAccumulator of version {STATE_VERSION}: it has {got}, expected {sorted(expected)}"
+                f"not the state of a GradientAccumulator of version {STATE_VERSION}: it has {got}, "
+                f"expected {sorted(expected)}"
             )
         sizing = dict(state["sizing"])
         if sizing.pop("kind") == type(self._sizing).__name__:

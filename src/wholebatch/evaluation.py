@@ -1,7 +1,7 @@
 """The loss over any amount of data, from summed numerators and counts, with the cut of training and no gradients."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 
 from wholebatch.batch.containers import map_tensors
 from wholebatch.batch.layout import BatchPieces
-from wholebatch.cut import CutBatch, Knife
+from wholebatch.cut import CutBatch
 from wholebatch.errors import BatchLayoutError, CountError
 from wholebatch.facts import EvaluationReport
 from wholebatch.gradients.precision import one_autocast
@@ -72,7 +72,8 @@ def batches_of(batch_or_batches: Any, collated: bool) -> Iterable[Any]:
 
     Args:
         batch_or_batches: With a `collate_fn`, a list is one batch (of examples). Without, a mapping, a tensor, a
-            dataclass, and a tuple or list of tensors are one batch; a list of batches, a loader and a generator are several.
+            dataclass, and a tuple or list of tensors are one batch; a list of batches, a loader and a generator are
+            several.
         collated: Whether batches are collated already (no `collate_fn`).
 
     Raises:

@@ -178,7 +178,8 @@ class FirstBatch:
 
     def not_finite_examples(self, micro_batches: Sequence[MicroBatch]) -> tuple[int, ...]:
         """The positions in the batch of the examples whose loss alone is not finite; all of a micro-batch where the
-        examples one by one do not show it."""
+        examples one by one do not show it.
+        """
         with undisturbed(self._model, self._device), torch.no_grad():
             return tuple(place for micro_batch in micro_batches for place in self._bad_in(micro_batch))
 

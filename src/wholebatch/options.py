@@ -32,7 +32,9 @@ class Options:
     def __post_init__(self) -> None:
         size, most = self.micro_batch_size, self.max_skipped_batches
         if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ConfigurationError(f'micro_batch_size={size!r}: it must be "auto" or a number of examples, at least 1')
+            raise ConfigurationError(
+                f'micro_batch_size={size!r}: it must be "auto" or a number of examples, at least 1'
+            )
         if self.on_bad_batch not in ("skip", "raise", "ignore"):
             raise ConfigurationError(f'on_bad_batch={self.on_bad_batch!r}: use "skip", "raise" or "ignore"')
         if isinstance(most, bool) or not isinstance(most, int) or most < 1:
@@ -58,12 +60,12 @@ class Options:
 def trainable_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[nn.Parameter]:
     """Each parameter that may get a gradient, once: the model's, and the optimizer's others (a learned loss weight)."""
     groups = [] if optimizer is None else [group["params"] for group in optimizer.param_groups]
-    candidates: Iterable[Any] = (parameter for group in (model.parameters(), *groups) for parameter in group)
-    return list({id(p): p for p in candidates if isinstance(p, torch.Tensor) and p.requires_grad and p.is_leaf}.values())
+    candidates: Iterable[nn.Parameter] = (parameter for group in (model.parameters(), *groups) for parameter in group)
+    return list({id(parameter): parameter for parameter in candidates if parameter.requires_grad}.values())
 
 
 def future_state_bytes(optimizer: torch.optim.Optimizer | None, parameters: Iterable[nn.Parameter]) -> int:
-    """Bytes that the optimizer will hold after its first step: two tensors per parameter, as AdamW, or none for plain SGD.
+    """Bytes that the optimizer will hold after its first step: two tensors per parameter, as AdamW; less for SGD.
 
     0 where the state exists already, since it is then part of what is measured.
     """

@@ -9,7 +9,7 @@ import torch
 
 from wholebatch.batch.containers import leaves
 from wholebatch.batch.layout import Piece
-from wholebatch.cut import CollateFunction, CutBatch, Knife, MicroBatch
+from wholebatch.cut import CollateFunction, CutBatch, Knife
 from wholebatch.facts import BatchLayout
 from wholebatch.loss.counting import as_numbers, label_counts
 
@@ -122,7 +122,8 @@ def _unequal(weights: Sequence[tuple[float, int]], at_once: int) -> list[list[in
 
 def _collated(examples: list[list[Any]], layout: BatchLayout, collate_fn: CollateFunction) -> Sample:
     """Collate each part by itself, as training does; a random collator's result is cut instead, since it never makes
-    the same twice."""
+    the same twice.
+    """
     collate = _spared(collate_fn)
     union = [example for part in examples for example in part]
     together, again = collate(list(union)), collate(list(union))

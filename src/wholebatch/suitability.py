@@ -122,7 +122,7 @@ def _steps(hook: Callable[..., Any]) -> bool:
         hook = hook.func
     function = inspect.unwrap(hook)
     if not inspect.isfunction(function) and not inspect.ismethod(function):
-        function = getattr(type(hook), "__call__", hook)  # a callable object
+        function = vars(type(hook)).get("__call__", hook)  # a callable object
     code = getattr(function, "__code__", None)
     if code is None:
         return False

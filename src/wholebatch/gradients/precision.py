@@ -24,8 +24,8 @@ def one_autocast(device: torch.device) -> Iterator[None]:
 
     Autocast keeps its low-precision copies of the weights until the outermost context is left, so with one context
     round the batch each weight is cast once instead of once per micro-batch: 2 to 7 % of the time on a CPU, and
-    bitwise the same (docs/how_it_is_exact.md). The same holds for an autocast entered inside `loss_fn`. The copies are dropped
-    before and after, since the optimizer changes the weights in between.
+    bitwise the same (docs/how_it_is_exact.md). The same holds for an autocast entered inside `loss_fn`. The copies
+    are dropped before and after, since the optimizer changes the weights in between.
     """
     if not torch.amp.is_autocast_available(device.type):
         yield
@@ -56,13 +56,13 @@ def scale_of(grad_scaler: Scaler | None, device: torch.device) -> torch.Tensor |
     return scale
 
 
-def seed(loss: torch.Tensor, weight: Number, scale: torch.Tensor | None) -> torch.Tensor:
-    """The gradient with which the backward of `loss` starts: 0-d, in the dtype and on the device of `loss`."""
-    if scale is not None:
-        weight = scale * weight
-    if isinstance(weight, torch.Tensor):
-        return weight.to(loss.device, loss.dtype)
-    return torch.full((), weight, dtype=loss.dtype, device=loss.device)
+def share(loss: torch.Tensor, weight: float, scale: torch.Tensor | None) -> torch.Tensor:
+    """A micro-batch's share of the batch's loss: what is differentiated, times the scale of this batch.
+
+    A product, because `backward(gradient=...)` loads torch's symbolic shapes (1.4 s, once) to check the argument.
+    """
+    share = loss if weight == 1.0 else loss * weight
+    return share if scale is None else share * scale.to(share.device, share.dtype)
 
 
 class Fp32Sums:

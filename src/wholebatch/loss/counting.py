@@ -1,7 +1,7 @@
 """What a loss is a mean over, counted on the host before the first forward."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -67,7 +67,9 @@ def _checked(count: Count | None) -> Count | None:
     if isinstance(count, Mapping) and count:
         wrong = sorted(str(term) for term, one in count.items() if not (callable(one) or one in ("examples", "tokens")))
         if wrong:
-            raise ConfigurationError(f'count: the terms {wrong} need "examples", "tokens" or a function of the micro-batch')
+            raise ConfigurationError(
+                f'count: the terms {wrong} need "examples", "tokens" or a function of the micro-batch'
+            )
         return dict(count)
     raise ConfigurationError(
         f'count={count!r} is unknown. Use "examples", "tokens" (labels other than {IGNORED_LABEL}), "sum", a function '
@@ -157,10 +159,10 @@ def as_numbers(counts: Sequence[Mapping[str, Number]]) -> list[dict[str, float]]
     return [{term: next(checked) for term in one} for one in counts]
 
 
-def _valid(term: str, value: Any, moved: Any) -> float:
+def _valid(term: str, value: Any, moved: Iterator[float]) -> float:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         number = next(moved)
-    elif isinstance(value, (int, float)) or hasattr(value, "__float__") and not isinstance(value, torch.Tensor):
+    elif isinstance(value, (int, float)) or (hasattr(value, "__float__") and not isinstance(value, torch.Tensor)):
         number = float(value)
     else:
         shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""

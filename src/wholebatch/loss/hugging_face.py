@@ -25,7 +25,7 @@ _CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 
 def hugging_face_model(model: nn.Module) -> nn.Module | None:
-    """The `transformers.PreTrainedModel` inside `model` (compiled, PEFT and data-parallel wrappers taken off), or None."""
+    """The `transformers.PreTrainedModel` in `model` (compiled, PEFT and data-parallel wrappers taken off), or None."""
     inner: Any = model
     for _ in range(8):  # wrappers in wrappers, but never a cycle
         if _is_pretrained(inner):

@@ -26,7 +26,7 @@ class Term:
     value: torch.Tensor
     """0-d, float32 or wider, with its graph."""
 
-    weight: Number
+    weight: float
     """`value * weight` is the sum over the micro-batch's units."""
 
     count: Number

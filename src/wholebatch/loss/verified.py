@@ -314,7 +314,8 @@ def way_out(name: str) -> str:
 
 def _few(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """All parameters of a small model; of a larger one the first and last two (the head's gradient is never all zero)
-    and others drawn with a fixed seed, so that no regular pattern (A and B of every adapter) is missed."""
+    and others drawn with a fixed seed, so that no regular pattern (A and B of every adapter) is missed.
+    """
     if sum(parameter.numel() for parameter in parameters) <= _ALL_UP_TO_ELEMENTS or len(parameters) <= _FEW_PARAMETERS:
         return list(parameters)
     inner = random.Random(0).sample(range(2, len(parameters) - 2), _FEW_PARAMETERS - 4)

@@ -57,7 +57,9 @@ def budget_bytes(budget: str | int | float, device: torch.device) -> int | None:
 def _parse_size(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", text)
     if match is None or match[2] not in _UNITS:
-        raise MemoryBudgetError(f'memory_budget={text!r}: use "auto", bytes, "6GiB", "900MB", or a fraction such as 0.9')
+        raise MemoryBudgetError(
+            f'memory_budget={text!r}: use "auto", bytes, "6GiB", "900MB", or a fraction such as 0.9'
+        )
     return int(float(match[1]) * _UNITS[match[2]])
 
 
@@ -90,8 +92,8 @@ def available_bytes(device: torch.device) -> int | None:
         _cgroup_bytes("memory.max", "memory/memory.limit_in_bytes"),
         _cgroup_bytes("memory.current", "memory/memory.usage_in_bytes"),
     )
-    free = [_meminfo("MemAvailable"), None if limit is None or used is None else limit - used]
-    known = [size for size in free if size is not None]
+    left = [_meminfo("MemAvailable"), None if limit is None or used is None else limit - used]
+    known = [size for size in left if size is not None]
     return min(known) + _resident_bytes("VmRSS") if known else None
 
 

@@ -16,5 +16,6 @@ def refuse_several_ranks() -> None:
     if (ranks := distributed.get_world_size()) > 1:
         raise UnsupportedModelError(
             f"this process is one of {ranks} ranks, and this version of wholebatch sums the loss's count within one "
-            "process only: with unequal counts the ranks' average would not be the batch's gradient. Run it on one rank."
+            "process only: with unequal counts the ranks' average would not be the batch's gradient. "
+            "Run it on one rank."
         )
