@@ -24,7 +24,7 @@ from wholebatch.loss.stated import MicroBatchLoss, StatedLoss
 from wholebatch.memory.device import peak_meter
 from wholebatch.options import OnBadBatch, Options, future_state_bytes, trainable_parameters
 from wholebatch.parallel.ranks import refuse_several_ranks
-from wholebatch.suitability import no_step_inside, refuse_stepping_hooks, refuse_wrappers
+from wholebatch.suitability import parameters_untouched, refuse_stepping_hooks, refuse_wrappers
 from wholebatch.totals import Totals
 from wholebatch.trials import on_trial
 
@@ -119,6 +119,7 @@ class GradientAccumulator:
         self._divisors = Divisors(self._loss.counter)
         self._judge = Judge(on_bad_batch, max_skipped_batches)
         self._meter = peak_meter(self._device)
+        self._watches_hooks = True
 
     def backward(self, batch: Any, grad_scaler: Scaler | None = None) -> StepReport:
         """Add the whole batch's gradient to `.grad`.
@@ -140,34 +141,38 @@ class GradientAccumulator:
         self._meter.start()
         parameters = self._ready()
         cut = self._knife.cut(batch, self._sizing)
-        with self._first_batch.checked(batch, cut, parameters):
-            if cut.unlabelled:
-                return self._report(cut, [], self._judge.unlabelled(cut.num_examples), started)
-            return self._accumulate(cut, parameters, grad_scaler, started)
+        self._first_batch.check(batch, cut, parameters)
+        if cut.unlabelled:
+            return self._report(cut, [], self._judge.unlabelled(cut.num_examples), started)
+        return self._accumulate(cut, parameters, grad_scaler, started)
 
     def _accumulate(
         self, cut: CutBatch, parameters: list[nn.Parameter], grad_scaler: Scaler | None, started: float
     ) -> StepReport:
         ran, totals, divisor = [], Totals(self._device), self._divisors.of(cut, self._first_batch.form)
         sums = Fp32Sums(parameters if self._options.accumulate_in_fp32 else ())
-        with SetAside(parameters) as aside, no_step_inside(), one_autocast(self._device):
-            scale = scale_of(grad_scaler, self._device)
-            for micro_batch, data in self._stream(cut):
-                loss = self._loss(self.model, data, micro_batch.counts, micro_batch.num_examples)
-                self._differentiate(loss, divisor, scale)
-                sums.add()
-                totals.add(loss)
-                ran.append(micro_batch)
-                del data, loss  # before the next but one moves to the device
+        scale = scale_of(grad_scaler, self._device)
+        with SetAside(parameters) as aside:
+            aside.discard()
+            with one_autocast(self._device), parameters_untouched(parameters, thorough=self._watches_hooks):
+                for micro_batch, data in self._stream(cut):
+                    loss = self._loss(self.model, data, micro_batch.counts, micro_batch.num_examples)
+                    self._differentiate(loss, divisor, scale)
+                    sums.add()
+                    totals.add(loss)
+                    ran.append(micro_batch)
+                    del data, loss  # before the next but one moves to the device
+            self._watches_hooks = False
             self._refuse_constant(totals)
             verdict, divisor = self._judged(cut, ran, totals, divisor)
+            report = self._report(cut, ran, verdict, started, totals, divisor)
             if verdict.should_step:
                 if divisor.provisional:
                     aside.multiply(divisor.correction)
                     sums.multiply(divisor.correction)
                 sums.finish()
-                aside.keep()
-        return self._report(cut, ran, verdict, started, totals, divisor)
+                aside.keep()  # the last thing that can fail or be interrupted
+        return report
 
     def _stream(self, cut: CutBatch) -> Iterator[tuple[MicroBatch, Any]]:
         """The micro-batches to run, each with its data on the device and the next one's on the way."""
@@ -267,8 +272,8 @@ class GradientAccumulator:
         sizing = self._sizing if self._sizing.settled else FixedSize(UNSETTLED_EVALUATION_SIZE)
         for batch in batches_of(batch_or_batches, collated=self._options.collate_fn is None):
             cut = self._knife.cut(batch, sizing)
-            with self._first_batch.checked(batch, cut, trainable_parameters(self.model, self._optimizer)):
-                evaluator.add(cut)
+            self._first_batch.check(batch, cut, trainable_parameters(self.model, self._optimizer))
+            evaluator.add(cut)
         return evaluator.report()
 
     def state_dict(self) -> dict[str, Any]:

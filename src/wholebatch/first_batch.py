@@ -5,8 +5,7 @@ Picks a few examples of the batch, evaluates the loss on them without leaving a 
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,7 +38,7 @@ from wholebatch.loss.verified import (
 )
 from wholebatch.memory.device import is_out_of_memory
 from wholebatch.sample import LOOKED_AT, Sample, choose
-from wholebatch.suitability import hooks_leave_parameters, warn_of_batch_statistics
+from wholebatch.suitability import warn_of_batch_statistics
 from wholebatch.undisturbed import random_states, undisturbed
 
 
@@ -59,11 +58,9 @@ class FirstBatch:
         self._waits_for_unequal = False
         self._warned = False
 
-    @contextmanager
-    def checked(self, batch: Any, cut: CutBatch, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    def check(self, batch: Any, cut: CutBatch, parameters: Sequence[nn.Parameter]) -> None:
         """Check before a batch is run, as far as that is still to be done."""
         if self.verified or cut.unlabelled:
-            yield
             return
         many = len(cut.micro_batches) > 1
         if many and not self._warned:
@@ -72,9 +69,6 @@ class FirstBatch:
         if not self.form or (many and not (self._waits_for_unequal and _alike(cut))):
             with undisturbed(self._model, self._device), torch.enable_grad():
                 self._check(choose(batch, cut, self._knife), parameters, many)
-        with hooks_leave_parameters(parameters):
-            yield
-
     def _check(self, sample: Sample, parameters: Sequence[nn.Parameter], many: bool) -> None:
         try:
             self.form = self._learned_form(sample)

@@ -62,7 +62,7 @@ def refuse_stepping_hooks(parameters: Iterable[nn.Parameter]) -> None:
 
     Such hooks (torch's "optimizer in backward") would step once per micro-batch. What a hook does cannot be known in
     general, so a hook counts as stepping if its code calls `step` and an optimizer is within its reach, or if it sets
-    a `.grad`. `no_step_inside` catches what this does not see.
+    a `.grad`. `parameters_untouched` catches what this does not see.
     """
     for parameter in parameters:
         for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
@@ -75,40 +75,40 @@ def refuse_stepping_hooks(parameters: Iterable[nn.Parameter]) -> None:
 
 
 @contextmanager
-def no_step_inside() -> Iterator[None]:
-    """Refuse any `optimizer.step()` while a batch is being accumulated, before it changes a parameter."""
+def parameters_untouched(parameters: Iterable[nn.Parameter], thorough: bool) -> Iterator[None]:
+    """Refuse whatever changes a parameter while a batch is being accumulated, and leave the parameters as they were.
 
-    def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        raise UnsupportedModelError(
-            f"{type(optimizer).__name__}.step() was called inside backward (by a hook, or by loss_fn): it would step "
-            "on a part of the batch. Call it after backward has returned."
-        )
-
-    handle = register_optimizer_step_pre_hook(refuse)
+    An `optimizer.step()` is refused before it does anything. With `thorough`, for a first batch, so is a hook that
+    changes its parameter by other means; that costs a copy of the parameters that have such hooks.
+    """
+    hooked = [p for p in parameters if getattr(p, "_post_accumulate_grad_hooks", None)] if thorough else []
+    before = [parameter.detach().clone() for parameter in hooked]
+    handle = register_optimizer_step_pre_hook(_refuse_step)
     try:
         yield
     finally:
         handle.remove()
-
-
-@contextmanager
-def hooks_leave_parameters(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Raise, and undo it, if a hook changes its parameter although it neither steps an optimizer nor looks like it.
-
-    Costs a copy of the parameters that have such hooks, so it is for a first batch only; free where there are none.
-    """
-    hooked = [p for p in parameters if getattr(p, "_post_accumulate_grad_hooks", None)]
-    before = [parameter.detach().clone() for parameter in hooked]
-    yield
-    changed = [i for i, parameter in enumerate(hooked) if not torch.equal(parameter.detach(), before[i])]
+        changed = _put_back(hooked, before)
     if changed:
-        with torch.no_grad():
-            for i in changed:
-                hooked[i].copy_(before[i])
         raise UnsupportedModelError(
-            f"post-accumulate-grad hooks changed {len(changed)} parameters during backward: they would be changed once "
-            "per micro-batch, on a part of the batch. The parameters were put back. Remove the hooks."
+            f"post-accumulate-grad hooks changed {changed} parameters during backward: they would be changed once per "
+            "micro-batch, on a part of the batch. The parameters were put back. Remove the hooks."
         )
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    raise UnsupportedModelError(
+        f"{type(optimizer).__name__}.step() was called inside backward (by a hook, or by loss_fn): it would step on a "
+        "part of the batch. Call it after backward has returned."
+    )
+
+
+@torch.no_grad()
+def _put_back(parameters: list[nn.Parameter], before: list[torch.Tensor]) -> int:
+    changed = [(parameter, old) for parameter, old in zip(parameters, before, strict=True) if not parameter.equal(old)]
+    for parameter, old in changed:
+        parameter.copy_(old)
+    return len(changed)
 
 
 def _name(hook: Callable[..., Any]) -> str:
@@ -116,9 +116,9 @@ def _name(hook: Callable[..., Any]) -> str:
 
 
 def _steps(hook: Callable[..., Any]) -> bool:
+    bound: list[Any] = []
     while isinstance(hook, partial):
-        if any(_holds_optimizer(value) for value in (*hook.args, *hook.keywords.values())):
-            return True
+        bound += [*hook.args, *hook.keywords.values()]
         hook = hook.func
     function = inspect.unwrap(hook)
     if not inspect.isfunction(function) and not inspect.ismethod(function):
@@ -127,7 +127,7 @@ def _steps(hook: Callable[..., Any]) -> bool:
     if code is None:
         return False
     names = _names(code)
-    if "step" in names and any(_holds_optimizer(value) for value in _reachable(hook, function, names)):
+    if "step" in names and any(map(_holds_optimizer, (*bound, *_reachable(hook, function, names)))):
         return True
     return _sets_grad(code)
 

@@ -12,7 +12,7 @@ from wholebatch.facts import Number
 
 
 class SetAside:
-    """Takes `.grad` off the parameters; gives it back untouched, or with the new gradient added.
+    """Takes `.grad` off the parameters (`discard`); gives it back untouched, or with the new gradient added (`keep`).
 
     As a context manager it gives back whatever was there unless `keep` was called. Where every `.grad` was None
     (what `zero_grad()` leaves) all of this is free. The tensors that were there stay the same objects.
@@ -25,7 +25,6 @@ class SetAside:
     def __enter__(self) -> "SetAside":
         self._previous = [parameter.grad for parameter in self._parameters]
         self._done = False
-        self.discard()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -34,7 +33,7 @@ class SetAside:
                 self.restore()
 
     def discard(self) -> None:
-        """Drop the gradients of this batch; what was there before stays aside."""
+        """Take every gradient off; what was there before the context stays aside."""
         for parameter in self._parameters:
             parameter.grad = None
 
