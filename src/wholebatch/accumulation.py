@@ -297,12 +297,13 @@ class GradientAccumulator:
         Raises:
             ConfigurationError: It is not such a state; nothing is changed then.
         """
-        expected = set(self.state_dict())
-        if not isinstance(state, Mapping) or set(state) != expected or state["version"] != STATE_VERSION:
+        if not isinstance(state, Mapping) or set(state) != set(self.state_dict()):
             got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+            raise ConfigurationError(f"this is not the state of a GradientAccumulator: it holds {got}")
+        if state["version"] != STATE_VERSION:
             raise ConfigurationError(
-                f"not the state of a GradientAccumulator of version {STATE_VERSION}: it has {got}, "
-                f"expected {sorted(expected)}"
+                f"this is the state of a GradientAccumulator of version {state['version']}, which version "
+                f"{STATE_VERSION} does not read"
             )
         sizing = dict(state["sizing"])
         if sizing.pop("kind") == type(self._sizing).__name__:

@@ -84,7 +84,7 @@ def batches_of(batch_or_batches: Any, collated: bool) -> Iterable[Any]:
         return [one]
     if isinstance(one, (list, tuple)):
         nested = (Mapping, BatchPieces, list, tuple)
-        several = collated and bool(one) and all(isinstance(item, nested) for item in one)
+        several = collated and all(isinstance(item, nested) for item in one)
         return one if several and not hasattr(one, "_fields") else [one]
     if isinstance(one, Iterable):
         return one
