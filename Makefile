@@ -36,8 +36,8 @@ check: $(VENV)/.dev  ## lint, format, types, and the layers that imports may cro
 smoke: $(LOWEST_VENV)/.lowest  ## run the tests marked smoke on the lowest torch that is claimed
 	$(LOWEST_VENV)/bin/python -m pytest -m smoke $(ARGS) $$(grep -rl --include='test_*.py' 'mark\.smoke' tests)
 
-bench: $(VENV)/.test  ## measure the overhead against a loop written by hand
-	$(VENV)/bin/python -m benchmarks.overhead $(ARGS)
+bench: $(VENV)/.test  ## measure what wholebatch costs over a loop written by hand
+	$(VENV)/bin/python benchmarks/overhead.py $(ARGS)
 
 clean:  ## remove the virtual environments and caches; what was trained stays
 	rm -rf $(VENV) $(LOWEST_VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
