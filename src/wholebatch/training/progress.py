@@ -1,0 +1,70 @@
+"""What a training run shows while it runs: a live line on a terminal, plain lines elsewhere."""
+
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from wholebatch.training.run_report import UpdateTotals, arithmetic, duration, mebibytes
+
+LINES_ELSEWHERE = 20
+"""Lines of progress where there is no terminal: enough to see a trend, few enough to read."""
+
+
+class TrainingProgress:
+    """Shows the updates of one run; use it as a context manager.
+
+    On a terminal one line is drawn anew with each update: bar, loss, tokens per second, peak memory, time left.
+    Elsewhere (a pipe, a log file) every so many updates get a line of their own, without control characters.
+    """
+
+    def __init__(self, console: Console, num_batches: int) -> None:
+        """Show `num_batches` updates on `console`."""
+        self._console = console
+        self._num_batches = num_batches
+        self._every = max(1, num_batches // LINES_ELSEWHERE)
+        self._arithmetic_shown = False
+        self._live = Progress(
+            TextColumn("update {task.completed}/{task.total}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._live.add_task("", total=num_batches)
+
+    def __enter__(self) -> Self:
+        """Start the live line, where there is one."""
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave the line as it is and give the cursor back, also after an error."""
+        self._live.stop()
+
+    def show(self, totals: UpdateTotals) -> None:
+        """Show where the run stands."""
+        self._show_arithmetic(totals.micro_batch_sizes)
+        facts = (
+            f"loss {totals.loss:.3f}  {totals.tokens_per_second:,.0f} tokens/s  "
+            f"peak {mebibytes(totals.peak_memory_bytes)}"
+        )
+        self._live.update(self._task, completed=totals.batches, description=facts)
+        if not self._console.is_terminal and self._is_due(totals.batches):
+            left = totals.seconds / totals.batches * (self._num_batches - totals.batches)
+            line = f"update {totals.batches}/{self._num_batches}  {facts}  {duration(left)} left"
+            self._console.print(line, soft_wrap=True, highlight=False)
+
+    def _show_arithmetic(self, sizes: tuple[int, ...]) -> None:
+        """Once, as soon as the micro-batch size is settled: while sizes are being measured, they differ."""
+        if not self._arithmetic_shown and max(sizes) - min(sizes) <= 1:
+            self._console.print(arithmetic(sizes), highlight=False)
+            self._arithmetic_shown = True
+
+    def _is_due(self, batch: int) -> bool:
+        return batch in (1, self._num_batches) or batch % self._every == 0

@@ -1,0 +1,66 @@
+"""What a training run shows while it runs."""
+
+import io
+import re
+
+import torch
+from rich.console import Console
+
+from wholebatch.facts import StepReport
+from wholebatch.training.progress import LINES_ELSEWHERE, TrainingProgress
+from wholebatch.training.run_report import UpdateTotals
+
+
+def step_report(sizes: tuple[int, ...]) -> StepReport:
+    return StepReport(
+        loss=torch.tensor(3.25),
+        metrics={},
+        count=500.0,
+        num_examples=sum(sizes),
+        micro_batch_sizes=sizes,
+        should_step=True,
+        reason=None,
+        bad_examples=(),
+        peak_memory_bytes=300 * 2**20,
+        seconds=0.5,
+        restarts=0,
+    )
+
+
+def shown(num_batches: int, terminal: bool, cuts: list[tuple[int, ...]]) -> str:
+    """What is printed by `num_batches` updates of half a second each; the last of `cuts` is used from then on."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=120)
+    totals = UpdateTotals()
+    with TrainingProgress(console, num_batches) as progress:
+        for batch in range(num_batches):
+            totals.add(step_report(cuts[min(batch, len(cuts) - 1)]), seconds=0.5)
+            progress.show(totals)
+    return out.getvalue()
+
+
+def test_a_pipe_gets_plain_lines_and_not_too_many() -> None:
+    lines = shown(200, terminal=False, cuts=[(4,) * 16]).splitlines()
+    assert lines[0] == "64 examples = 16 micro-batches × 4"
+    assert lines[1] == "update 1/200  loss 3.250  1,000 tokens/s  peak 300 MiB  1:40 left"
+    assert lines[-1] == "update 200/200  loss 3.250  1,000 tokens/s  peak 300 MiB  0:00 left"
+    assert len(lines) == LINES_ELSEWHERE + 2  # every tenth, the first, and the arithmetic
+    assert "\x1b" not in "".join(lines)
+
+
+def test_a_few_updates_get_a_line_each() -> None:
+    assert len(shown(3, terminal=False, cuts=[(4,) * 16]).splitlines()) == 4
+
+
+def test_a_terminal_gets_one_live_line() -> None:
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown(5, terminal=True, cuts=[(4,) * 16]))
+    assert "64 examples = 16 micro-batches × 4" in text
+    last = text.rstrip().splitlines()[-1]
+    assert re.search(r"update 5/5 ━+ loss 3\.250  1,000 tokens/s  peak 300 MiB .*left", last)
+
+
+def test_the_arithmetic_is_shown_once_and_when_it_is_settled() -> None:
+    """While sizes are being measured, the parts of a batch are unequal, and say nothing about the run."""
+    text = shown(6, terminal=False, cuts=[(1, 1, 2, 2, 4, 4), (5, 5, 4)])
+    assert text.count("examples =") == 1
+    assert "14 examples = 2 micro-batches × 5 + 1 micro-batch × 4" in text
