@@ -54,7 +54,7 @@ $(VENV)/.dev: EXTRAS := train,dev
 
 $(LOWEST_VENV)/.lowest: pyproject.toml constraints.txt Makefile | $(LOWEST_VENV)/bin/pip
 	@echo "Installing wholebatch into $(LOWEST_VENV) with torch $(LOWEST_TORCH) ..."
-	@$(LOWEST_VENV)/bin/python $(PIP_INSTALL) torch==$(LOWEST_TORCH) $$(grep -E '^(numpy|pytest)==' constraints.txt) -e .
+	@$(LOWEST_VENV)/bin/python $(PIP_INSTALL) torch==$(LOWEST_TORCH) $$(grep -E '^(hypothesis|numpy|pytest)==' constraints.txt) -e .
 	@touch $@
 
 $(VENV)/bin/pip $(LOWEST_VENV)/bin/pip:
