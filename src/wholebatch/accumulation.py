@@ -219,6 +219,11 @@ class GradientAccumulator:
         parameters = trainable_parameters(self.model, self._optimizer)
         if not parameters:
             raise UnsupportedModelError("the model has no trainable parameter: requires_grad is False everywhere")
+        if (device := parameters[0].device) != self._device:
+            raise ConfigurationError(
+                f"the model was on {self._device} when the accumulator was made, and is on {device} now: "
+                "move the model first, then make the accumulator (and the optimizer)"
+            )
         refuse_stepping_hooks(parameters)
         return parameters
 

@@ -27,12 +27,12 @@ class Totals:
             self._values[name].append(term.value.detach())
             self._weights[name].append(term.weight)
             self._counts[name].append(term.count)
-        for name, pair in loss.metrics.items():
-            self._metrics[name].append(pair)
+        for name, (total, count) in loss.metrics.items():
+            self._metrics[name].append((_detached(total), _detached(count)))
 
     def read(self) -> tuple[list[float], dict[str, float]]:
         """The loss of each micro-batch that was run, and the summed counts by term: one host sync."""
-        values = torch.stack([torch.stack(values) for values in self._values.values()]).sum(dim=0)
+        values = torch.stack([torch.stack(values) for values in self._values.values()]).sum(dim=0).to(self._device)
         counts = self.counts()
         read = torch.cat([values.to(next(iter(counts.values())).dtype), *(c.reshape(1) for c in counts.values())])
         numbers = read.tolist()
@@ -67,7 +67,7 @@ class Totals:
         return {name: total / count for name, (total, count) in self.metric_sums().items()}
 
     def _sum(self, name: str) -> torch.Tensor:
-        values = torch.stack(self._values[name])
+        values = torch.stack(self._values[name]).to(self._device)  # a model may end on another device than it begins
         return (values * self._vector(self._weights[name]).to(values.dtype)).sum()
 
     def _vector(self, numbers: Sequence[Number]) -> torch.Tensor:
@@ -77,3 +77,7 @@ class Totals:
             parts = [torch.as_tensor(number, device=self._device).detach().reshape(()).to(dtype) for number in numbers]
             return torch.stack(parts)
         return torch.tensor(numbers, dtype=dtype, device=self._device)
+
+
+def _detached(number: Number) -> Number:
+    return number.detach() if isinstance(number, torch.Tensor) else number
