@@ -110,3 +110,19 @@ def test_the_rule_size_depends_on_shapes_only(units: int, size: int) -> None:
     assert rule.size == size
     rule.observe(1, 1, 1e9, None, None)
     assert rule.size == size
+
+
+@pytest.mark.parametrize("num_examples", [1, 2, 3, 5, 7, 10, 17, 63, 64, 100, 1000])
+def test_the_search_ends_whatever_the_batch(num_examples: int) -> None:
+    """Also where larger is always faster, and where the batch never holds the next size twice."""
+    search = SizeSearch()
+    sizes = train(search, 30, num_examples, lambda size: 100.0 + size)
+    assert search.settled
+    assert max(sizes) <= num_examples
+
+
+def test_rests_are_not_measured() -> None:
+    """Sizes that are no power of two come from what is left of a batch."""
+    search = SizeSearch()
+    train(search, 3, 23, lambda size: 1e-9 if size in (3, 5, 6, 7) else 1.0 * size)
+    assert search.choice == 1

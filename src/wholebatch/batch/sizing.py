@@ -151,6 +151,8 @@ class SizeSearch:
 
     def plan(self, num_examples: int, units: int) -> Sequence[int]:
         """The next sizes to try; what is left over runs at the last of them."""
+        if self.choice is None and self._complete() and 2 * max(self._rates) > num_examples:
+            self._choose()  # the batch is not large enough for a larger size
         if self.choice is not None:
             return equal_sizes(num_examples, self.choice)
         sizes = [] if self._warm else [1]
@@ -163,7 +165,7 @@ class SizeSearch:
                 break
             size *= 2
         left, last = num_examples - sum(sizes), sizes[-1] if sizes else min(size, num_examples)
-        return sizes + (equal_sizes(left, last) if left else [])
+        return sizes + (full_sizes(left, last) if left else [])
 
     def observe(self, size: int, units: int, seconds: float, base_bytes: int | None, peak_bytes: int | None) -> None:
         """Take a micro-batch into account; the very first one only for its memory, since it also warms things up."""
@@ -173,11 +175,12 @@ class SizeSearch:
         if not self._warm:
             self._warm = True
             return
+        if size.bit_count() > 1:  # a rest, or a part of what turned out too large
+            return
         self._runs[size] = self._runs.get(size, 0) + 1
         self._rates[size] = max(self._rates.get(size, 0.0), units / max(seconds, 1e-9))
         if self._over():
-            best = max(self._rates.values())
-            self.choice = min(size for size, rate in self._rates.items() if rate >= (1 - TOLERANCE) * best)
+            self._choose()
 
     @property
     def shortfall_bytes(self) -> int:
@@ -186,8 +189,16 @@ class SizeSearch:
             return 0
         return max(0, int(self._base + self.reserved_bytes + self._per_example) - self.budget_bytes)
 
+    def _choose(self) -> None:
+        best = max(self._rates.values())
+        self.choice = min(size for size, rate in self._rates.items() if rate >= (1 - TOLERANCE) * best)
+
+    def _complete(self) -> bool:
+        """Whether every size tried so far has been measured often enough."""
+        return bool(self._rates) and all(self._runs[size] >= REPEATS for size in self._rates)
+
     def _over(self) -> bool:
-        if any(self._runs[size] < REPEATS for size in self._rates):
+        if not self._complete():
             return False
         largest, limit = max(self._rates), self._memory_limit()
         if limit is not None and 2 * largest > limit:
