@@ -21,7 +21,8 @@ from wholebatch.errors import (
     ScalarWithoutCountError,
     WholeBatchError,
 )
-from wholebatch.gradients.precision import one_autocast
+from wholebatch.gradients.precision import no_autocast, one_autocast
+from wholebatch.gradients.set_aside import gradients_aside
 from wholebatch.loss.counting import ONLY, as_numbers, label_counts
 from wholebatch.loss.stated import MicroBatchLoss, StatedLoss
 from wholebatch.loss.verified import (
@@ -85,8 +86,7 @@ class FirstBatch:
 
     def _learned_form(self, sample: Sample) -> str:
         data, counts = sample.first, self._counts(sample.first, 1)
-        with torch.no_grad(), one_autocast(self._device):
-            return self._loss(self._model, self._moved(data), counts, 1).form
+        return self._forward(self._loss, data, counts, 1).form
 
     def _verify(self, sample: Sample, parameters: Sequence[nn.Parameter]) -> None:
         name = self._loss.counter.name
@@ -103,13 +103,11 @@ class FirstBatch:
 
     def _evidence(self, loss: StatedLoss, sample: Sample, parameters: Sequence[nn.Parameter]) -> Evidence | None:
         """Measure; None if the loss is random although dropout is off."""
-        measure = Measurer(partial(self._forward, loss), parameters)
+        measure = Measurer(partial(self._forward, loss), partial(self._gradients, parameters), parameters)
         fixed = {ONLY: 1.0} if loss.counter.summed else None
 
         def measured(data: Any, size: int, divisors: Mapping[str, float] | None, seed: float) -> Measured:
-            counts = as_numbers([loss.counter(data, size)])[0]
-            with one_autocast(self._device):
-                return measure(data, counts, size, divisors, seed)
+            return measure(data, as_numbers([loss.counter(data, size)])[0], size, divisors, seed)
 
         before = random_states(self._device)
         union = measured(sample.union, sample.num_examples, fixed, UNION_SEED)
@@ -126,7 +124,19 @@ class FirstBatch:
         return Evidence(union, permuted, parts, others)
 
     def _forward(self, loss: StatedLoss, data: Any, counts: Mapping[str, float], size: int) -> MicroBatchLoss:
-        return loss(self._model, self._moved(data), counts, size)
+        with one_autocast(self._device):
+            return loss(self._model, self._moved(data), counts, size)
+
+    def _gradients(
+        self, parameters: Sequence[nn.Parameter], total: torch.Tensor, wanted: Sequence[nn.Parameter]
+    ) -> Sequence[torch.Tensor | None]:
+        with no_autocast(self._device):
+            try:
+                return torch.autograd.grad(total, wanted, allow_unused=True, retain_graph=True)
+            except RuntimeError as error:
+                if ".grad()" not in str(error):
+                    raise
+                return gradients_aside(total, wanted, parameters)
 
     def _moved(self, data: Any) -> Any:
         return map_tensors(lambda tensor: tensor.to(self._device), data)
@@ -174,7 +184,7 @@ class FirstBatch:
         """The positions in the batch of the examples whose loss alone is not finite; all of a micro-batch where the
         examples one by one do not show it.
         """
-        with undisturbed(self._model, self._device), torch.no_grad():
+        with undisturbed(self._model, self._device):
             return tuple(place for micro_batch in micro_batches for place in self._bad_in(micro_batch))
 
     def _bad_in(self, micro_batch: MicroBatch) -> Sequence[int]:
@@ -190,8 +200,7 @@ class FirstBatch:
         counts = self._counts(data, 1)
         if counts and not any(counts.values()):
             return True
-        with one_autocast(self._device):
-            terms = self._loss(self._model, self._moved(data), counts, 1).terms.values()
+        terms = self._forward(self._loss, data, counts, 1).terms.values()
         return all(bool(torch.isfinite(term.value)) for term in terms)
 
     def state_dict(self) -> dict[str, Any]:

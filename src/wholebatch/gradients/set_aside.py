@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -71,6 +71,33 @@ def _sum(previous: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     if previous.is_sparse and not new.is_sparse:
         return new.add_(previous)
     return previous.add_(new)
+
+
+def gradients_aside(
+    total: torch.Tensor, wanted: Sequence[torch.nn.Parameter], parameters: Sequence[torch.nn.Parameter]
+) -> list[torch.Tensor | None]:
+    """The gradient of `total` in `wanted`, with every `.grad` as it was and no hook of an optimizer called.
+
+    For graphs that `torch.autograd.grad` refuses: a reentrant checkpoint recomputes in a backward of its own, which
+    reaches all parameters.
+    """
+    with SetAside(parameters) as aside, _without_accumulation_hooks(parameters):
+        aside.discard()
+        torch.autograd.backward(total)
+        return [parameter.grad for parameter in wanted]
+
+
+@contextmanager
+def _without_accumulation_hooks(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    every = [hooks for p in parameters if (hooks := getattr(p, "_post_accumulate_grad_hooks", None))]
+    kept = [dict(hooks) for hooks in every]
+    try:
+        for hooks in every:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, before in zip(every, kept, strict=True):
+            hooks.update(before)
 
 
 @contextmanager

@@ -11,14 +11,13 @@ difference, the denominator in the loss's own graph decides (`suggested`).
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 
 from wholebatch.errors import CountError, LossNotAdditiveError
 from wholebatch.loss.counting import ONLY, as_numbers, find_labels, tokens, tokens_after_the_shift
@@ -89,27 +88,31 @@ class Measurer:
 
     Args:
         evaluate: The loss of `(micro_batch, counts, num_examples)`, forward only.
+        differentiate: The gradient of a 0-d tensor in some of the parameters; None for those without one.
         parameters: The trainable parameters; a few of them are looked at.
     """
 
     def __init__(
-        self, evaluate: Callable[[Any, Mapping[str, float], int], MicroBatchLoss], parameters: Sequence[nn.Parameter]
+        self,
+        evaluate: Callable[[Any, Mapping[str, float], int], MicroBatchLoss],
+        differentiate: Callable[[torch.Tensor, Sequence[nn.Parameter]], Sequence[torch.Tensor | None]],
+        parameters: Sequence[nn.Parameter],
     ) -> None:
-        self._evaluate, self._parameters = evaluate, _few(parameters)
+        self._evaluate, self._differentiate, self._parameters = evaluate, differentiate, _few(parameters)
         self._dtypes = {parameter.dtype for parameter in parameters}
 
     def __call__(
         self, data: Any, counts: Mapping[str, float], num_examples: int, divisors: Mapping[str, float] | None, seed: float
     ) -> Measured:
         """Measure `data`; each term is divided by its `divisors`, by its own count where these are None."""
-        with _autocast_watched() as seen:
+        with _TypesWatched() as watched:
             loss = self._evaluate(data, counts, num_examples)
         terms = loss.terms
         own = as_numbers([{name: term.count for name, term in terms.items()}])[0]
         over = own if divisors is None else divisors
         factors = {name: float(term.weight) / (over[name] or 1.0) for name, term in terms.items()}
         total = torch.stack([term.value * (factors[name] * seed) for name, term in terms.items()]).sum()
-        dtypes = {*self._dtypes, *seen, *(term.value.dtype for term in terms.values())}
+        dtypes = {*self._dtypes, *watched.seen, *(term.value.dtype for term in terms.values())}
         return Measured(
             form=loss.form,
             losses={name: term.value.item() * factors[name] for name, term in terms.items()},
@@ -123,7 +126,7 @@ class Measurer:
     def _sketches(self, total: torch.Tensor, seed: float) -> dict[int, torch.Tensor]:
         if not total.requires_grad:
             return {}
-        gradients = torch.autograd.grad(total, self._parameters, allow_unused=True)
+        gradients = self._differentiate(total, self._parameters)
         return {place: _sketch(g) / seed for place, g in enumerate(gradients) if g is not None}
 
 
@@ -165,12 +168,13 @@ def _gradient_gaps(
     places = sorted({place for measured in (evidence.union, *evidence.pieces) for place in measured.gradients})
     sums = {place: _sum_at(place, evidence, scales) for place in places}
     zeros = {place: torch.zeros_like(total) for place, total in sums.items()}
-    largest = max((_rms(whole.get(place, zeros[place]) * scale) for place in places), default=0.0)
+    sizes = {place: _size_at(place, evidence, scale, scales) for place in places}
+    largest = max(sizes.values(), default=0.0)
     gaps = []
     for place in places:
         union = whole.get(place, zeros[place]) * scale
         noise = _rms(permuted.get(place, zeros[place]) * scale - union)
-        size = max(_rms(union), _ABSOLUTE * largest) or 1.0
+        size = max(sizes[place], _ABSOLUTE * largest) or 1.0
         gaps.append((_finite(_rms(sums[place] - union) / size), tolerance + _NOISE * _finite(noise) / size))
     return gaps
 
@@ -180,6 +184,12 @@ def _sum_at(place: int, evidence: Evidence, scales: Sequence[float]) -> torch.Te
     parts = [(piece.gradients.get(place), factor) for piece, factor in zip(evidence.pieces, scales, strict=True)]
     found = [gradient * factor for gradient, factor in parts if gradient is not None]
     return torch.stack(found).sum(dim=0) if found else torch.zeros_like(evidence.union.gradients[place])
+
+
+def _size_at(place: int, evidence: Evidence, scale: float, scales: Sequence[float]) -> float:
+    """What rounding is relative to: the largest of a parameter's gradients, as the pieces' may cancel in the union."""
+    measured = zip((evidence.union, *evidence.pieces), (scale, *scales), strict=True)
+    return max(_rms(one.gradients[place]) * abs(factor) for one, factor in measured if place in one.gradients)
 
 
 def verify(evidence: Evidence, stated: str | None) -> bool:
@@ -325,8 +335,9 @@ def _few(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
 def _sketch(gradient: torch.Tensor) -> torch.Tensor:
     """A linear sketch: one random projection of each row, so that a large matrix is kept as a vector."""
     dense = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+    dense = torch.view_as_real(dense) if dense.is_complex() else dense
     dense = dense if dense.dtype in (torch.float32, torch.float64) else dense.float()
-    if dense.ndim < 2:
+    if dense.ndim < 2 or not dense.numel():
         return dense.reshape(-1).clone()
     rows = dense.reshape(dense.shape[0], -1)
     generator = torch.Generator().manual_seed(0)
@@ -348,17 +359,19 @@ def _tolerance(dtype: torch.dtype, device: torch.device) -> float:
     return _RELATIVE.get(dtype, _RELATIVE[torch.bfloat16])
 
 
-@contextmanager
-def _autocast_watched() -> Iterator[set[torch.dtype]]:
-    """The types that autocast computes in while modules run, whoever entered it."""
-    seen: set[torch.dtype] = set()
-    kinds = {"cpu", "cuda"}
+class _TypesWatched(TorchFunctionMode):
+    """Sees the floating-point types that a loss is computed in: autocast's, and the casts that a model makes itself.
 
-    def look(*_: Any) -> None:
-        seen.update(torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind))
+    A model in float64 whose normalisation works in float32, as Llama's and T5's does, is as precise as float32.
+    """
 
-    handle = register_module_forward_pre_hook(look)
-    try:
-        yield seen
-    finally:
-        handle.remove()
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for one in result if isinstance(result, tuple) else (result,):
+            if isinstance(one, torch.Tensor) and one.is_floating_point():
+                self.seen.add(one.dtype)
+        return result
