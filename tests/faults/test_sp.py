@@ -1,0 +1,112 @@
+"""Splitting batches: known faults SP1, SP3 and SP5, as far as cutting goes."""
+
+import collections
+import dataclasses
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from wholebatch.batch.layout import Piece
+from wholebatch.errors import BatchLayoutError
+
+
+def parts(batch: Any, num_rows: int) -> list[Any]:
+    """The batch in arrival order, `num_rows` rows at a time."""
+    piece = Piece(batch)
+    starts = range(0, piece.num_examples, num_rows)
+    return [piece.take(range(start, min(start + num_rows, piece.num_examples))) for start in starts]
+
+
+@pytest.mark.parametrize("bounds", [(0, 4, 7, 10), (0, 3, 6, 10), (0, 1, 2, 10)])
+def test_sp1_tensors_and_lists_are_cut_at_the_same_places(bounds: tuple[int, ...]) -> None:
+    """Ids in a list stay beside their rows in three parts of any sizes, which together hold all ten."""
+    piece = Piece({"x": torch.arange(10), "id": list(range(10))})
+    cut = [piece.take(range(bounds[i], bounds[i + 1])) for i in range(3)]
+    assert [part["x"].tolist() for part in cut] == [list(range(bounds[i], bounds[i + 1])) for i in range(3)]
+    assert all(part["id"] == part["x"].tolist() for part in cut)
+    assert sum(len(part["id"]) for part in cut) == 10
+
+
+def test_sp1_four_rows_are_cut_into_three_parts() -> None:
+    """`torch.chunk` makes two parts of them."""
+    piece = Piece({"x": torch.arange(4), "id": list(range(4))})
+    cut = [piece.take(rows) for rows in (range(2), range(2, 3), range(3, 4))]
+    assert [part["x"].tolist() for part in cut] == [[0, 1], [2], [3]] == [part["id"] for part in cut]
+    assert len(torch.chunk(torch.arange(4), 3)) == 2
+
+
+class Pair(NamedTuple):
+    image: torch.Tensor
+    target: torch.Tensor
+
+
+@dataclasses.dataclass
+class Sample:
+    image: torch.Tensor
+    target: torch.Tensor
+
+
+IMAGE, TARGET = torch.arange(6).reshape(2, 3), torch.arange(6, 12).reshape(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("batch", "fields_of"),
+    [
+        ((IMAGE, TARGET), tuple),
+        ([IMAGE, TARGET], tuple),
+        (Pair(IMAGE, TARGET), tuple),
+        (Sample(IMAGE, TARGET), lambda part: (part.image, part.target)),
+        ({"image": IMAGE, "target": TARGET}, lambda part: tuple(part.values())),
+        (collections.OrderedDict(image=IMAGE, target=TARGET), lambda part: tuple(part.values())),
+        ({"inner": {"pair": (IMAGE, TARGET)}}, lambda part: part["inner"]["pair"]),
+    ],
+    ids=["tuple", "list", "named tuple", "dataclass", "dict", "ordered dict", "nested"],
+)
+def test_sp3_two_fields_are_not_two_examples(batch: Any, fields_of: Any) -> None:
+    """With two fields and two examples, the rows of the tensors are cut, and the container stays what it is."""
+    cut = parts(batch, 1)
+    assert len(cut) == 2
+    for row, part in enumerate(cut):
+        assert type(part) is type(batch)
+        image, target = fields_of(part)
+        assert (image.tolist(), target.tolist()) == ([IMAGE[row].tolist()], [TARGET[row].tolist()])
+
+
+def test_sp3_hugging_face_containers_are_not_examples() -> None:
+    transformers = pytest.importorskip("transformers")
+    output = transformers.modeling_outputs.BaseModelOutput(last_hidden_state=IMAGE, hidden_states=(IMAGE, TARGET))
+    encoding = transformers.BatchEncoding({"input_ids": IMAGE, "labels": TARGET})
+    for row in range(2):
+        part = parts({"output": output, "encoding": encoding}, 1)[row]
+        assert (type(part["output"]), type(part["encoding"])) == (type(output), type(encoding))
+        assert part["output"].last_hidden_state.tolist() == [IMAGE[row].tolist()]
+        assert [state.tolist() for state in part["output"].hidden_states] == [
+            [IMAGE[row].tolist()],
+            [TARGET[row].tolist()],
+        ]
+        assert part["encoding"]["labels"].tolist() == [TARGET[row].tolist()]
+
+
+def test_sp5_five_jagged_rows_are_cut_two_at_a_time() -> None:
+    rows = [torch.arange(float(length)) for length in (3, 1, 4, 1, 5)]
+    cut = parts({"ids": torch.nested.nested_tensor(rows, layout=torch.jagged)}, 2)
+    assert [part["ids"].size(0) for part in cut] == [2, 2, 1]
+    assert [row.tolist() for part in cut for row in part["ids"].unbind()] == [row.tolist() for row in rows]
+
+
+def test_sp5_sizes_need_not_divide() -> None:
+    """146 rows, 4 at a time, in a subclass of dict: 36 parts of 4 and one of 2, with every row once."""
+
+    class Features(dict[str, Any]):
+        pass
+
+    cut = parts(Features(x=torch.arange(146)), 4)
+    assert [len(part["x"]) for part in cut] == [4] * 36 + [2]
+    assert torch.cat([part["x"] for part in cut]).tolist() == list(range(146))
+    assert all(type(part) is Features for part in cut)
+
+
+def test_sp5_a_type_that_cannot_be_cut_is_named() -> None:
+    with pytest.raises(BatchLayoutError, match=r"'inputs\.boxes' is a .*deque"):
+        Piece({"x": torch.zeros(3), "inputs": {"boxes": collections.deque([1, 2, 3])}})
