@@ -16,6 +16,7 @@ from wholebatch.errors import ConfigurationError, LossFormError, UnsupportedMode
 from wholebatch.evaluation import Evaluator, batches_of
 from wholebatch.facts import BatchLayout, EvaluationReport, Number, StepReport
 from wholebatch.first_batch import FirstBatch
+from wholebatch.gradients.in_progress import InProgress
 from wholebatch.gradients.precision import Fp32Sums, Scaler, no_autocast, one_autocast, scale_of, share
 from wholebatch.gradients.set_aside import SetAside
 from wholebatch.judgement import Judge, Verdict
@@ -24,7 +25,7 @@ from wholebatch.loss.stated import MicroBatchLoss, StatedLoss
 from wholebatch.memory.device import peak_meter
 from wholebatch.options import OnBadBatch, Options, future_state_bytes, trainable_parameters
 from wholebatch.parallel.ranks import refuse_several_ranks
-from wholebatch.suitability import parameters_untouched, refuse_stepping_hooks, refuse_wrappers
+from wholebatch.suitability import accumulation_hooks, parameters_untouched, refuse_stepping_hooks, refuse_wrappers
 from wholebatch.totals import Totals
 from wholebatch.trials import on_trial
 
@@ -119,7 +120,7 @@ class GradientAccumulator:
         self._divisors = Divisors(self._loss.counter)
         self._judge = Judge(on_bad_batch, max_skipped_batches)
         self._meter = peak_meter(self._device)
-        self._watches_hooks = True
+        self._watched_hooks: frozenset[int] = frozenset()
 
     def backward(self, batch: Any, grad_scaler: Scaler | None = None) -> StepReport:
         """Add the whole batch's gradient to `.grad`.
@@ -141,37 +142,44 @@ class GradientAccumulator:
         self._meter.start()
         parameters = self._ready()
         cut = self._knife.cut(batch, self._sizing)
-        self._first_batch.check(batch, cut, parameters)
         if cut.unlabelled:
             return self._report(cut, [], self._judge.unlabelled(cut.num_examples), started)
-        return self._accumulate(cut, parameters, grad_scaler, started)
+        with SetAside(parameters) as aside:
+            aside.discard()
+            self._first_batch.check(batch, cut, parameters)
+            return self._accumulate(cut, parameters, aside, scale_of(grad_scaler, self._device), started)
 
     def _accumulate(
-        self, cut: CutBatch, parameters: list[nn.Parameter], grad_scaler: Scaler | None, started: float
+        self,
+        cut: CutBatch,
+        parameters: list[nn.Parameter],
+        aside: SetAside,
+        scale: torch.Tensor | None,
+        started: float,
     ) -> StepReport:
         ran, totals, divisor = [], Totals(self._device), self._divisors.of(cut, self._first_batch.form)
         sums = Fp32Sums(parameters if self._options.accumulate_in_fp32 else ())
-        scale = scale_of(grad_scaler, self._device)
-        with SetAside(parameters) as aside:
-            aside.discard()
-            with one_autocast(self._device), parameters_untouched(parameters, thorough=self._watches_hooks):
-                for micro_batch, data in self._stream(cut):
-                    loss = self._loss(self.model, data, micro_batch.counts, micro_batch.num_examples)
+        in_progress, hooks = InProgress(parameters), accumulation_hooks(parameters)
+        thorough = not hooks <= self._watched_hooks
+        with one_autocast(self._device), parameters_untouched(parameters, thorough):
+            for micro_batch, data in self._stream(cut):
+                loss = self._loss(self.model, data, micro_batch.counts, micro_batch.num_examples)
+                with in_progress:
                     self._differentiate(loss, divisor, scale)
                     sums.add()
-                    totals.add(loss)
-                    ran.append(micro_batch)
-                    del data, loss  # before the next but one moves to the device
-            self._watches_hooks = False
-            self._refuse_constant(totals)
-            verdict, divisor = self._judged(cut, ran, totals, divisor)
-            report = self._report(cut, ran, verdict, started, totals, divisor)
-            if verdict.should_step:
-                if divisor.provisional:
-                    aside.multiply(divisor.correction)
-                    sums.multiply(divisor.correction)
-                sums.finish()
-                aside.keep()  # the last thing that can fail or be interrupted
+                totals.add(loss)
+                ran.append(micro_batch)
+                del data, loss  # before the next but one moves to the device
+        self._watched_hooks = hooks
+        self._refuse_constant(totals)
+        verdict, divisor = self._judged(cut, ran, totals, divisor)
+        report = self._report(cut, ran, verdict, started, totals, divisor)
+        if verdict.should_step:
+            if divisor.provisional:
+                aside.multiply(divisor.correction)
+                sums.multiply(divisor.correction)
+            sums.finish()
+            aside.keep()  # the last thing that can fail or be interrupted
         return report
 
     def _stream(self, cut: CutBatch) -> Iterator[tuple[MicroBatch, Any]]:

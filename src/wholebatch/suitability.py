@@ -20,7 +20,8 @@ _REPLICATING = {"DataParallel": "nn.DataParallel averages over replicas with equ
 
 def refuse_wrappers(model: nn.Module) -> None:
     """Raise `UnsupportedModelError` for a wrapper that weighs its replicas without regard to the count."""
-    for kind in type(model).__mro__:
+    inner = getattr(model, "_orig_mod", model)  # torch.compile
+    for kind in type(inner).__mro__:
         if (why := _REPLICATING.get(kind.__name__)) is not None:
             raise UnsupportedModelError(
                 f"the model is wrapped in {kind.__name__}: {why}, so the gradient would not be the batch's. "
@@ -74,12 +75,18 @@ def refuse_stepping_hooks(parameters: Iterable[nn.Parameter]) -> None:
                 )
 
 
+def accumulation_hooks(parameters: Iterable[nn.Parameter]) -> frozenset[int]:
+    """The keys of the post-accumulate-grad hooks on these parameters; torch never uses one twice."""
+    hooks = [getattr(parameter, "_post_accumulate_grad_hooks", None) or () for parameter in parameters]
+    return frozenset(key for of_one in hooks for key in of_one)
+
+
 @contextmanager
 def parameters_untouched(parameters: Iterable[nn.Parameter], thorough: bool) -> Iterator[None]:
     """Refuse whatever changes a parameter while a batch is being accumulated, and leave the parameters as they were.
 
-    An `optimizer.step()` is refused before it does anything. With `thorough`, for a first batch, so is a hook that
-    changes its parameter by other means; that costs a copy of the parameters that have such hooks.
+    An `optimizer.step()` is refused before it does anything. With `thorough`, for hooks not seen before, so is a hook
+    that changes its parameter by other means; that costs a copy of the parameters that have hooks.
     """
     hooked = [p for p in parameters if getattr(p, "_post_accumulate_grad_hooks", None)] if thorough else []
     before = [parameter.detach().clone() for parameter in hooked]
