@@ -39,7 +39,7 @@ from wholebatch.loss.verified import (
 )
 from wholebatch.memory.device import is_out_of_memory
 from wholebatch.sample import LOOKED_AT, Sample, choose
-from wholebatch.suitability import warn_of_batch_statistics
+from wholebatch.suitability import refuse_unknown_parameters, warn_of_batch_statistics
 from wholebatch.undisturbed import random_states, undisturbed
 
 
@@ -72,7 +72,7 @@ class FirstBatch:
                 self._check(choose(batch, cut, self._knife), parameters, many)
     def _check(self, sample: Sample, parameters: Sequence[nn.Parameter], many: bool) -> None:
         try:
-            self.form = self._learned_form(sample)
+            self.form = self._learned_form(sample, parameters)
         except ScalarWithoutCountError as error:
             raise CountRequiredError(f"{error}. {self._suggestion(sample, parameters)}") from None
         if not many or len(sample.parts) < 2:
@@ -84,9 +84,11 @@ class FirstBatch:
                 raise
             self._give_up("there was too little memory to evaluate a few examples at once")
 
-    def _learned_form(self, sample: Sample) -> str:
+    def _learned_form(self, sample: Sample, parameters: Sequence[nn.Parameter]) -> str:
         data, counts = sample.first, self._counts(sample.first, 1)
-        return self._forward(self._loss, data, counts, 1).form
+        loss = self._forward(self._loss, data, counts, 1)
+        refuse_unknown_parameters([term.value for term in loss.terms.values()], parameters)
+        return loss.form
 
     def _verify(self, sample: Sample, parameters: Sequence[nn.Parameter]) -> None:
         name = self._loss.counter.name

@@ -29,6 +29,36 @@ def refuse_wrappers(model: nn.Module) -> None:
             )
 
 
+def refuse_unknown_parameters(losses: Iterable[torch.Tensor], known: Iterable[nn.Parameter]) -> None:
+    """Raise `UnsupportedModelError` if a loss leads to a parameter that neither the model nor the optimizer has.
+
+    Its `.grad` could not be put back after an error, nor corrected where the denominator comes with the loss.
+    """
+    unknown = parameters_behind(losses) - set(known)
+    if unknown:
+        shapes = ", ".join(str(tuple(parameter.shape)) for parameter in unknown)
+        raise UnsupportedModelError(
+            f"the loss depends on {len(unknown)} parameter(s) of shape {shapes} that are not the model's, and no "
+            "optimizer was given that has them. Pass optimizer=optimizer if they are trained; if not, freeze them: "
+            "parameter.requires_grad_(False)."
+        )
+
+
+def parameters_behind(losses: Iterable[torch.Tensor]) -> set[nn.Parameter]:
+    """The parameters at the leaves of the losses' autograd graphs."""
+    waiting: list[Any] = [loss.grad_fn for loss in losses]
+    seen, found = set(waiting), set()
+    while waiting:
+        node = waiting.pop()
+        leaf = getattr(node, "variable", None)  # of an AccumulateGrad
+        if isinstance(leaf, nn.Parameter):
+            found.add(leaf)
+        following = {node for node, _ in getattr(node, "next_functions", ())} - seen
+        seen |= following
+        waiting += following
+    return found
+
+
 def warn_of_batch_statistics(model: nn.Module) -> None:
     """Give one `BatchStatisticsWarning` that names the modules whose statistics are those of a micro-batch."""
     if names := batch_statistics(model):

@@ -15,23 +15,33 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
 
     Code compiled by torch.compile runs uncompiled inside, so that nothing is compiled for these few calls.
     """
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    with evaluation_mode(model), same_random_state(device), _uncompiled():
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    if buffer.shape == before.shape and not torch.equal(buffer, before):
-                        buffer.copy_(before)
+    with _same_buffers(model), evaluation_mode(model), same_random_state(device), _uncompiled():
+        yield
+
+
+@contextmanager
+def _same_buffers(model: nn.Module) -> Iterator[None]:
+    """Put buffers back afterwards, whether they were changed in place, replaced, or made in the first place."""
+    owned = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
+    copies = [(buffer, buffer.detach().clone()) for *_, buffer in owned if buffer is not None]
+    try:
+        yield
+    finally:
+        for module, name, buffer in owned:
+            if module._buffers.get(name) is not buffer:
+                setattr(module, name, buffer)
+        with torch.no_grad():
+            for buffer, before in copies:
+                if buffer.shape == before.shape and not torch.equal(buffer, before):
+                    buffer.copy_(before)
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """`model.eval()` inside, each module's own flag afterwards."""
     modules = [module for module in model.modules() if module.training]
-    model.eval()
     try:
+        model.eval()
         yield
     finally:
         for module in modules:
