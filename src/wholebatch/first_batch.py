@@ -32,6 +32,7 @@ from wholebatch.loss.verified import (
     Measured,
     Measurer,
     alternatives,
+    each_sees_all,
     gap,
     suggest,
     verify,
@@ -164,7 +165,7 @@ class FirstBatch:
         for path, what in sample.suspects():
             try:
                 evidence = self._evidence(self._loss, sample.with_shared(path), parameters)
-                holds = evidence is not None and gap(evidence).holds
+                holds = evidence is not None and gap(evidence).holds and not each_sees_all(evidence)
             except Exception:  # any failure means that this field is not the one
                 continue
             if holds:

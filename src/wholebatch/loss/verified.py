@@ -152,6 +152,21 @@ def gap(evidence: Evidence, weights: Sequence[float] | None = None) -> Gap:
     )
 
 
+def each_sees_all(evidence: Evidence) -> bool:
+    """Whether every piece has the loss of the union itself: whatever the loss, such pieces add up."""
+    union, tolerance = _values(evidence.union), evidence.union.tolerance
+    return all(
+        math.isclose(value, union[term], rel_tol=tolerance)
+        for piece in evidence.pieces
+        for term, value in _values(piece).items()
+    )
+
+
+def _values(measured: Measured) -> dict[str, float]:
+    """What `loss_fn` returned, by term."""
+    return {term: loss / (measured.factors[term] or 1.0) for term, loss in measured.losses.items()}
+
+
 def _loss_gap(name: str, evidence: Evidence, scale: float, scales: Sequence[float]) -> tuple[float, float]:
     """The relative difference of a term between the pieces and the union, and the noise that another order makes."""
     whole, permuted = scale * evidence.union.losses[name], scale * evidence.permuted.losses[name]
