@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -41,9 +42,25 @@ def one_autocast(device: torch.device) -> Iterator[None]:
 
 def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """The context for a backward pass: torch's documentation has it run outside autocast."""
+    if _casts_lose_gradients():
+        torch.clear_autocast_cache()
     if not (torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
+
+
+@cache
+def _casts_lose_gradients() -> bool:
+    """Whether this torch keeps a copy that was cast under `no_grad` for code that needs its gradient, as 2.6 does.
+
+    A reentrant checkpoint runs its forward under `no_grad` and recomputes it in backward, where such copies must not
+    be found.
+    """
+    weight = torch.ones(1, 1, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.no_grad():
+            weight @ weight
+        return not (weight @ weight).requires_grad
 
 
 def scale_of(grad_scaler: Scaler | None, device: torch.device) -> torch.Tensor | None:
