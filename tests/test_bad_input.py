@@ -34,7 +34,7 @@ def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"micro_batch_size": 0}, errors.ConfigurationError, "micro_batch_size=0.*at least 1"),
+        ({"micro_batch_size": 0}, errors.ConfigurationError, r"micro_batch_size=0.*at least 1"),
         ({"micro_batch_size": -3}, errors.ConfigurationError, "micro_batch_size=-3"),
         ({"micro_batch_size": 2.0}, errors.ConfigurationError, "micro_batch_size=2.0"),
         ({"micro_batch_size": True}, errors.ConfigurationError, "micro_batch_size=True"),

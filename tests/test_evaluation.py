@@ -103,9 +103,7 @@ def collate(examples: list[list[int]]) -> Batch:
 
 def test_with_a_collate_fn_a_list_is_one_batch_of_examples(model: nn.Module) -> None:
     examples = [[1, 2, 3], [4], [5, 6], [1, 1, 1, 1]]
-    accumulator = wb.GradientAccumulator(
-        model, token_loss, count="tokens", micro_batch_size=2, collate_fn=collate
-    )
+    accumulator = wb.GradientAccumulator(model, token_loss, count="tokens", micro_batch_size=2, collate_fn=collate)
     expected = one_pass(model, [collate(examples)])
     assert accumulator.evaluate(examples).loss == pytest.approx(expected, abs=1e-12)
     assert accumulator.evaluate(iter([examples[:1], examples[1:]])).loss == pytest.approx(expected, abs=1e-12)

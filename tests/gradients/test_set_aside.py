@@ -46,10 +46,15 @@ def test_without_keep_all_is_as_before() -> None:
 def test_any_exception_gives_back_what_was_there(error: type[BaseException]) -> None:
     parameters = two(None, 4.0)
     before = parameters[1].grad
-    with pytest.raises(error), SetAside(parameters) as aside:
-        aside.discard()
-        parameters[0].grad = torch.ones(3)
-        raise error
+
+    def fail() -> None:
+        with SetAside(parameters) as aside:
+            aside.discard()
+            parameters[0].grad = torch.ones(3)
+            raise error
+
+    with pytest.raises(error):
+        fail()
     assert parameters[0].grad is None
     assert parameters[1].grad is before
 
@@ -94,13 +99,17 @@ class _Interrupting(torch.Tensor):
 def test_ctrl_c_during_the_addition_comes_after_it() -> None:
     """The addition is never left half-way: the interrupt is delivered when all of it is done."""
     parameters = two(1.0, 2.0)
-    with pytest.raises(KeyboardInterrupt):
+
+    def interrupted() -> None:
         with SetAside(parameters) as aside:
             aside.discard()
             parameters[0].grad = torch.ones(3).as_subclass(_Interrupting)
             parameters[1].grad = torch.ones(2)
             aside.keep()
         time.sleep(5)  # where the interrupt arrives
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert parameters[0].grad is not None
     assert parameters[1].grad is not None
     assert (parameters[0].grad.tolist(), parameters[1].grad.tolist()) == ([2.0] * 3, [3.0] * 2)
