@@ -70,7 +70,7 @@ def test_a_criterion_is_not_a_loss_function(model: nn.Module, criterion: nn.Modu
 
 
 def test_no_loss_function(model: nn.Module) -> None:
-    with pytest.raises(errors.LossFormError, match="Linear.*Pass loss_fn"):
+    with pytest.raises(errors.LossFormError, match=r"Linear.*Pass loss_fn"):
         wb.GradientAccumulator(model, count="examples")
 
 
