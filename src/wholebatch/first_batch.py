@@ -97,12 +97,15 @@ class FirstBatch:
             evidence = self._evidence(self._loss, sample, parameters)
             if evidence is None:
                 return self._give_up("it draws random numbers of its own, so two evaluations differ")
+            if not evidence.conclusive:
+                return None  # the batch will be skipped; the next one is looked at
             distinct = verify(evidence, name)
         except (WholeBatchError, RuntimeError, IndexError, ValueError) as error:
             if not is_out_of_memory(error):
                 self._blame_layout(sample, parameters, error)
             raise
         self.verified, self._waits_for_unequal = distinct, not distinct
+        return None
 
     def _evidence(self, loss: StatedLoss, sample: Sample, parameters: Sequence[nn.Parameter]) -> Evidence | None:
         """Measure; None if the loss is random although dropout is off."""

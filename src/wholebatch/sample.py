@@ -88,7 +88,8 @@ def choose(batch: Any, cut: CutBatch, knife: Knife) -> Sample:
         piece = max((m.piece for m in cut.micro_batches), key=lambda piece: piece.num_examples)
         rows = _unequal(_weights(piece, range(piece.num_examples), knife), at_once)
         return Sample(piece.take(range(piece.num_examples)), layout, rows)
-    weights = [w for m in cut.micro_batches[:LOOKED_AT] for w in _weights(m.piece, m.rows, knife, m.offset)]
+    labelled = [micro_batch for micro_batch in cut.micro_batches if not micro_batch.unlabelled][:LOOKED_AT]
+    weights = [weight for m in labelled for weight in _weights(m.piece, m.rows, knife, m.offset)]
     examples = [[batch[place] for place in part] for part in _unequal(weights, at_once)]
     return _collated(examples, layout, knife.collate_fn)
 

@@ -70,6 +70,13 @@ class Evidence:
     alternatives: Sequence[Mapping[str, float]]
     """For each piece, what else could have been counted."""
 
+    @property
+    def conclusive(self) -> bool:
+        """Whether the union has a unit and is finite, gradients too; if not, nothing can be said about the count."""
+        finite = all(map(math.isfinite, self.union.losses.values()))
+        gradients = all(bool(gradient.isfinite().all()) for gradient in self.union.gradients.values())
+        return finite and gradients and any(self.union.counts.values())
+
 
 @dataclass(frozen=True)
 class Gap:
