@@ -201,7 +201,8 @@ def tracked_texts() -> dict[str, str]:
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
     files = {name: ROOT / name for name in names if name and (ROOT / name).is_file()}
-    return {name: file.read_text(encoding="utf-8", errors="replace") for name, file in files.items()}
+    written = {name: file for name, file in files.items() if file.stat().st_size < 2**20}  # not a stray environment
+    return {name: file.read_text(encoding="utf-8", errors="replace") for name, file in written.items()}
 
 
 # Put together from parts, or this file would be the first to break the rule.
