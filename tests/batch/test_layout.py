@@ -275,7 +275,8 @@ def test_select_computes_a_field_from_the_whole_batch() -> None:
 
 def test_dimensions_may_be_counted_from_the_end() -> None:
     piece = Piece({"x": X, "t": X.T}, BatchLayout(batch_dims={"t": -1}))
-    assert torch.equal(piece.take([2])["t"], X.T[:, [2]])
+    for rows in ([2], range(1, 3)):
+        assert torch.equal(piece.take(rows)["t"], X.T[:, list(rows)])
 
 
 def test_a_tuple_of_unpadded_tensors_may_be_said_to_be_per_example() -> None:

@@ -100,12 +100,14 @@ def test_a_part_of_one_loader_batch_is_not_copied() -> None:
     "others",
     [
         {"scale": 3.0},
+        {"scale": 2},
         {"t": torch.tensor(3)},
         {"p": torch.arange(3)[None] + 1},
         {"x": torch.ones(2, 2, dtype=torch.float64)},
         {"x": torch.ones(2, 2).to_sparse()},
         {"n": (torch.ones(2), None)},
         {"n": [torch.ones(2)] * 3},
+        {"n": ()},
         {"extra": None},
         {"f": max},
     ],
@@ -156,8 +158,10 @@ def test_containers_of_every_kind_are_put_together() -> None:
     assert text == list("123456")
 
 
-def test_jagged_batches_stay_pieces() -> None:
-    loader = [torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged) for _ in range(2)]
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_nested_batches_stay_pieces(layout: torch.layout) -> None:
+    loader = [torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=layout) for _ in range(2)]
     [whole] = whole_batches(loader, 4)
     assert isinstance(whole, BatchPieces)
     assert [piece.size(0) for piece in whole] == [2, 2]
@@ -201,6 +205,26 @@ def test_a_batch_that_cannot_be_cut_is_refused_with_a_way_out_that_exists() -> N
 def test_examples_are_gathered_into_lists(size: int) -> None:
     wholes = list(whole_batches(range(10), size, loader_yields="examples"))
     assert wholes == [list(range(start, min(start + size, 10))) for start in range(0, 10, size)]
+
+
+def test_a_list_of_examples_is_let_go_before_the_next_is_gathered() -> None:
+    gc.disable()
+    try:
+        alive: list[weakref.ref[torch.Tensor]] = []
+
+        def examples() -> Iterator[torch.Tensor]:
+            for _ in range(6):
+                assert sum(ref() is not None for ref in alive) <= 1, "what has been gathered of the list so far"
+                example = torch.zeros(1)
+                alive.append(weakref.ref(example))
+                yield example
+                del example
+
+        for whole in whole_batches(examples(), 2, loader_yields="examples"):
+            del whole
+        assert len(alive) == 6
+    finally:
+        gc.enable()
 
 
 def test_a_dataset_that_never_ends_by_itself_ends_with_its_length() -> None:
@@ -253,6 +277,8 @@ def test_nothing_is_held_beyond_one_whole_batch_and_one_of_the_loader_s(length: 
 
         def loader() -> Iterator[torch.Tensor]:
             for number in range(6):
+                gathered = number % 2
+                assert sum(ref() is not None for ref in alive) == gathered, "asked for the next one"
                 batch = torch.zeros(2, 1 + number % length)
                 alive.append(weakref.ref(batch.untyped_storage()))
                 yield batch

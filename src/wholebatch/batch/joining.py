@@ -22,13 +22,13 @@ def join(pieces: Sequence[Piece], batches: Sequence[Any]) -> Any | None:
     """
     if len(batches) == 1:
         return batches[0]
-    paths = [[field.path for field in piece.fields] for piece in pieces]
-    if any(path != paths[0] for path in paths) or not all(piece.one_reading for piece in pieces):
+    if not all(piece.one_reading for piece in pieces):
         return None
     # Shared in one of them (a leading 1 among more examples) is shared in all: in a batch of one it cannot be told.
     shared = {field.path for piece in pieces for field in piece.fields if field.role == "shared"}
+    fields = {field.path for piece in pieces for field in piece.fields}
     try:
-        return _joined(batches, "", shared, set(paths[0]))
+        return _joined(batches, "", shared, fields)
     except _CannotJoinError:
         return None
 

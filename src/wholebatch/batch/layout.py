@@ -22,8 +22,8 @@ What is refused, by name, because two readings are possible and one would be sil
 * three-dimensional `position_ids` whose second dimension is B: multimodal models number positions as `(3, B, L)`;
 * lists of another length than B, fields that disagree on B, and types that are not known.
 
-`BatchLayout` is the way out of each. In a batch of one example both readings are the same and nothing of this is
-refused.
+`BatchLayout` is the way out of each. In a batch of one example the two readings of a list, a tuple or a vector of one
+give the same micro-batch, and neither is refused.
 """
 
 from collections.abc import Callable, Iterable, Sequence

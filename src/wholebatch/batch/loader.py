@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from wholebatch.batch.containers import map_tensors
 from wholebatch.batch.joining import join
@@ -135,8 +135,6 @@ def _length(sized: Any) -> int | None:
 def _examples_in(loader: object) -> int | None:
     """How many examples a loader of batches yields in all; None where its own collate function may change that."""
     if not isinstance(loader, DataLoader) or loader.batch_size is None or loader.collate_fn is not default_collate:
-        return None
-    if isinstance(loader.dataset, IterableDataset):
         return None
     drawn = _length(loader.sampler)
     left_out = drawn % loader.batch_size if drawn is not None and loader.drop_last else 0
