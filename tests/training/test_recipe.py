@@ -17,7 +17,7 @@ from wholebatch.training.recipe import CONTEXT_LENGTH, VOCABULARY_SIZE, train
 from wholebatch.training.run_report import RunReport
 from wholebatch.training.settings import TrainingSettings
 
-STEPS = 6
+STEPS = 4
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +35,9 @@ def corpus():
 
 
 def test_the_validation_loss_falls(run: tuple[RunReport, str]) -> None:
-    """It starts at the price of knowing nothing, the logarithm of the vocabulary's size."""
+    """It starts near the price of knowing nothing, the logarithm of the vocabulary's size."""
     report, _ = run
-    assert report.validation_loss_before == pytest.approx(torch.tensor(VOCABULARY_SIZE).log().item(), abs=0.1)
+    assert report.validation_loss_before == pytest.approx(torch.tensor(VOCABULARY_SIZE).log().item(), abs=0.4)
     assert report.validation_loss_after < report.validation_loss_before - 0.5
 
 
@@ -103,13 +103,17 @@ def test_the_arithmetic_and_the_losses_are_printed(run: tuple[RunReport, str]) -
 
 
 def test_the_cut_does_not_change_the_training(tmp_path: Path) -> None:
-    """Two updates at micro-batch 9 and in one pass end in the same model, but for rounding."""
+    """Two updates by 24 examples, at micro-batch 7 and in one pass, end in the same model, but for rounding."""
     ends = []
-    for size in (9, 64):
-        settings = TrainingSettings(max_steps=2, micro_batch_size=size, output_dir=tmp_path / str(size))
-        settings = TrainingSettings(**asdict(settings) | {"memory_budget": "8GiB"})
-        train(settings, Console(file=io.StringIO()))
-        model = AutoModelForCausalLM.from_pretrained(settings.output_dir)
+    for size in (7, 24):
+        folder = tmp_path / str(size)
+        train(
+            TrainingSettings(
+                global_batch_size=24, max_steps=2, micro_batch_size=size, memory_budget="8GiB", output_dir=folder
+            ),
+            Console(file=io.StringIO()),
+        )
+        model = AutoModelForCausalLM.from_pretrained(folder)
         ends.append(torch.cat([parameter.flatten() for parameter in model.parameters()]).detach())
     assert float((ends[0] - ends[1]).norm() / ends[1].norm()) < 1e-5
 

@@ -16,17 +16,21 @@ FINAL_LEARNING_RATE = 0.1
 
 
 def small_llama(tokenizer: PreTrainedTokenizerFast, context_length: int, seed: int) -> LlamaForCausalLM:
-    """A Llama of two million parameters: grouped-query attention, tied embeddings, no dropout."""
+    """A Llama of little more than a million parameters: grouped-query attention, tied embeddings, no dropout.
+
+    It starts three times as far from zero as Llama does by default: in a run of few updates it learns faster so.
+    """
     end_of_text = tokenizer.eos_token_id
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=6,
-        num_key_value_heads=3,
+        hidden_size=128,
+        intermediate_size=320,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         max_position_embeddings=context_length,
         tie_word_embeddings=True,
+        initializer_range=0.06,
         bos_token_id=end_of_text,
         eos_token_id=end_of_text,
         pad_token_id=end_of_text,

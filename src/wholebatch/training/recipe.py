@@ -4,6 +4,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from transformers.utils import logging as transformers_logging
 
 import wholebatch as wb
 from wholebatch.errors import ConfigurationError
@@ -23,10 +25,10 @@ from wholebatch.training.run_report import RunReport, UpdateTotals, mebibytes
 from wholebatch.training.settings import TrainingSettings
 from wholebatch.training.versions import installed_versions
 
-CONTEXT_LENGTH = 64
-"""Tokens of an example at most. Short: on little text the number of updates counts for more than their size."""
+CONTEXT_LENGTH = 128
+"""Tokens of an example at most."""
 
-VOCABULARY_SIZE = 2048
+VOCABULARY_SIZE = 1024
 CLIP_NORM = 1.0
 
 
@@ -53,7 +55,7 @@ def train(settings: TrainingSettings, console: Console) -> RunReport:
         collate_fn=collate,
     )
     facts = _facts(settings, corpus, model, budget)
-    console.print(_introduction(facts), highlight=False)
+    console.print(_introduction(facts), highlight=False, soft_wrap=True)
 
     before = _validation_loss(accumulator, corpus, settings)
     console.print(f"validation loss {before:.3f} before training", highlight=False)
@@ -62,14 +64,15 @@ def train(settings: TrainingSettings, console: Console) -> RunReport:
     updates = run_updates(accumulator, optimizer, scheduler, batches, TrainingProgress(console, settings.max_steps))
     after = _validation_loss(accumulator, corpus, settings)
 
-    model.save_pretrained(settings.output_dir)
+    with _without_bars():
+        model.save_pretrained(settings.output_dir)
     corpus.tokenizer.save_pretrained(settings.output_dir)
     seconds = time.perf_counter() - started
     report = RunReport(
         **facts, validation_loss_before=before, validation_loss_after=after, updates=updates, seconds=seconds
     )
     report.write(settings.output_dir)
-    console.print(_conclusion(report), highlight=False)
+    console.print(_conclusion(report), highlight=False, soft_wrap=True)
     return report
 
 
@@ -106,6 +109,18 @@ def whole_batches(examples: Sequence[Tensor], settings: TrainingSettings) -> Ite
 def _validation_loss(accumulator: wb.GradientAccumulator, corpus: Corpus, settings: TrainingSettings) -> float:
     batches = wb.whole_batches(corpus.validation, settings.global_batch_size, loader_yields="examples")
     return accumulator.evaluate(batches).loss
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Saving a small model takes no time worth a progress bar of transformers' own."""
+    were_shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if were_shown:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _make_writable(folder: Path) -> None:

@@ -21,16 +21,16 @@ class TrainingSettings:
     """Examples of one update."""
 
     micro_batch_size: int | Literal["auto"] = "auto"
-    """At most this many examples in one forward and backward pass; auto: measured."""
+    """At most this many examples in one forward and backward pass; auto: measured, so that runs differ in rounding."""
 
-    memory_budget: int | float | str = "640MiB"
+    memory_budget: int | float | str = "1GiB"
     """Memory that the process (on a GPU: the device) may use: bytes, a size such as 6GiB, a fraction such as 0.9, or
     auto."""
 
-    max_steps: int = 200
+    max_steps: int = 180
     """Updates."""
 
-    learning_rate: float = 4e-3
+    learning_rate: float = 6e-3
     """AdamW's, at its peak: warmed up over the first tenth of the updates, then lowered to a tenth along a cosine."""
 
     output_dir: Path = Path("runs/first")
