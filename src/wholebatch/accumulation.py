@@ -161,7 +161,7 @@ class GradientAccumulator:
         sums = Fp32Sums(parameters if self._options.accumulate_in_fp32 else ())
         in_progress, hooks = InProgress(parameters), accumulation_hooks(parameters)
         thorough = not hooks <= self._watched_hooks
-        with one_autocast(self._device), parameters_untouched(parameters, thorough):
+        with one_autocast(self._device), parameters_untouched(aside, parameters, thorough):
             for micro_batch, data in self._stream(cut):
                 loss = self._loss(self.model, data, micro_batch.counts, micro_batch.num_examples)
                 with in_progress:

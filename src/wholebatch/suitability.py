@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from wholebatch.errors import BatchStatisticsWarning, UnsupportedModelError
+from wholebatch.gradients.set_aside import SetAside
 
 _REPLICATING = {"DataParallel": "nn.DataParallel averages over replicas with equal weight, whatever they hold"}
 
@@ -112,7 +113,7 @@ def accumulation_hooks(parameters: Iterable[nn.Parameter]) -> frozenset[int]:
 
 
 @contextmanager
-def parameters_untouched(parameters: Iterable[nn.Parameter], thorough: bool) -> Iterator[None]:
+def parameters_untouched(aside: SetAside, parameters: Iterable[nn.Parameter], thorough: bool) -> Iterator[None]:
     """Refuse whatever changes a parameter while a batch is being accumulated, and leave the parameters as they were.
 
     An `optimizer.step()` is refused before it does anything. With `thorough`, for hooks not seen before, so is a hook
@@ -120,7 +121,7 @@ def parameters_untouched(parameters: Iterable[nn.Parameter], thorough: bool) -> 
     """
     hooked = [p for p in parameters if getattr(p, "_post_accumulate_grad_hooks", None)] if thorough else []
     before = [parameter.detach().clone() for parameter in hooked]
-    handle = register_optimizer_step_pre_hook(_refuse_step)
+    handle = register_optimizer_step_pre_hook(partial(_refuse_step, aside))
     try:
         yield
     finally:
@@ -133,7 +134,9 @@ def parameters_untouched(parameters: Iterable[nn.Parameter], thorough: bool) -> 
         )
 
 
-def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _refuse_step(aside: SetAside, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if not aside.is_open:  # Ctrl-C came before this hook could be removed
+        return
     raise UnsupportedModelError(
         f"{type(optimizer).__name__}.step() was called inside backward (by a hook, or by loss_fn): it would step on a "
         "part of the batch. Call it after backward has returned."

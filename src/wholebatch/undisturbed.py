@@ -8,6 +8,8 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import nn
 
+from wholebatch.gradients.set_aside import interrupt_held
+
 
 @contextmanager
 def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
@@ -27,10 +29,10 @@ def _same_buffers(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, name, buffer in owned:
-            if module._buffers.get(name) is not buffer:
-                setattr(module, name, buffer)
-        with torch.no_grad():
+        with interrupt_held(), torch.no_grad():
+            for module, name, buffer in owned:
+                if module._buffers.get(name) is not buffer:
+                    setattr(module, name, buffer)
             for buffer, before in copies:
                 if buffer.shape == before.shape and not torch.equal(buffer, before):
                     buffer.copy_(before)
@@ -44,8 +46,9 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
         model.eval()
         yield
     finally:
-        for module in modules:
-            module.training = True
+        with interrupt_held():
+            for module in modules:
+                module.training = True
 
 
 @contextmanager

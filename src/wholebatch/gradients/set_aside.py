@@ -10,6 +10,8 @@ import torch
 
 from wholebatch.facts import Number
 
+_MOMENT_SECONDS = 0.05
+
 
 class SetAside:
     """Takes `.grad` off the parameters (`discard`); gives it back untouched, or with the new gradient added (`keep`).
@@ -21,15 +23,21 @@ class SetAside:
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._parameters = list(parameters)
         self._previous: list[torch.Tensor | None] = []
+        self.is_open = False
+        """Whether a batch is under way, neither kept nor given up."""
 
     def __enter__(self) -> "SetAside":
         self._previous = [parameter.grad for parameter in self._parameters]
-        self._done = False
+        self.is_open = True
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._done:
-            with _interrupt_held():
+        try:
+            if self.is_open:
+                with interrupt_held():
+                    self.restore()
+        finally:
+            if self.is_open:  # Ctrl-C came just before it was held back
                 self.restore()
 
     def discard(self) -> None:
@@ -41,7 +49,7 @@ class SetAside:
         """`.grad` as it was before the batch."""
         for parameter, previous in zip(self._parameters, self._previous, strict=True):
             parameter.grad = previous
-        self._done = True
+        self.is_open = False
 
     def multiply(self, factor: Number) -> None:
         """Multiply the gradients of this batch, in place."""
@@ -52,9 +60,10 @@ class SetAside:
     def keep(self) -> None:
         """Add the new gradients to what was there before. Not interrupted half-way by Ctrl-C."""
         if any(previous is not None for previous in self._previous):
-            with _interrupt_held():
+            with interrupt_held():
                 self._add()
-        self._done = True
+                self.is_open = False
+        self.is_open = False
 
     def _add(self) -> None:
         for parameter, previous in zip(self._parameters, self._previous, strict=True):
@@ -101,8 +110,8 @@ def _without_accumulation_hooks(parameters: Iterable[torch.nn.Parameter]) -> Ite
 
 
 @contextmanager
-def _interrupt_held() -> Iterator[None]:
-    """Hold Ctrl-C back for a few lines that must not be left half-way; it is delivered right after.
+def interrupt_held() -> Iterator[None]:
+    """Hold Ctrl-C back for a few lines that must not be left half-way; it is delivered a moment after.
 
     Signals reach Python code in the main thread only, so elsewhere there is nothing to hold back.
     """
@@ -121,4 +130,11 @@ def _interrupt_held() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if held:
             # From a timer, so that it arrives after backward has returned its report, not in the middle of it.
-            threading.Timer(0, signal.raise_signal, (signal.SIGINT,)).start()
+            threading.Timer(_MOMENT_SECONDS, _interrupt, (threading.get_ident(),)).start()
+
+
+def _interrupt(thread: int) -> None:
+    if hasattr(signal, "pthread_kill"):  # also ends a call that the thread is blocked in
+        signal.pthread_kill(thread, signal.SIGINT)
+    else:  # Windows
+        signal.raise_signal(signal.SIGINT)
