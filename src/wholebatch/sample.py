@@ -109,15 +109,18 @@ def _weights(piece: Piece, rows: range, knife: Knife, offset: int = 0) -> list[t
 
 
 def _unequal(weights: Sequence[tuple[float, int]], at_once: int) -> list[list[int]]:
-    """Positions in two parts whose weights tell counts apart: one against two, or one against one."""
+    """Positions in two parts whose weights tell counts apart: one against two, or one against one.
+
+    Where all weigh the same they are far apart, since neighbours are often alike (routed to the same expert, say).
+    """
     ordered = sorted(weights)
     if len(ordered) == 1:
         return [[ordered[0][1]]]
     if len(ordered) == 2 or at_once < 2:
-        other = next((one for one in ordered[1:] if one[0] != ordered[0][0]), ordered[1])
+        other = next((one for one in ordered[1:] if one[0] != ordered[0][0]), ordered[-1])
         return [[ordered[0][1]], [other[1]]]
     first, second, *rest = ordered
-    other = next((one for one in rest if 2 * one[0] != first[0] + second[0]), rest[0])
+    other = next((one for one in rest if 2 * one[0] != first[0] + second[0]), rest[-1])
     return [[other[1]], [first[1], second[1]]]
 
 
