@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+import wholebatch as wb
+from lin import EXACT, Lin, accumulator, rows
 from wholebatch.batch.layout import Piece
 from wholebatch.errors import BatchLayoutError
 
@@ -105,6 +107,30 @@ def test_sp5_sizes_need_not_divide() -> None:
     assert [len(part["x"]) for part in cut] == [4] * 36 + [2]
     assert torch.cat([part["x"] for part in cut]).tolist() == list(range(146))
     assert all(type(part) is Features for part in cut)
+
+
+def test_sp5_uneven_parts_give_the_exact_gradient() -> None:
+    """146 rows of one or two tokens, 4 at a time: 36 micro-batches of 4 and one of 2, and the mean of all tokens."""
+    lines = [[float(row)] * (1 + row % 2) for row in range(146)]
+    model = Lin()
+    report = accumulator(model, size=4, regroup=False).backward(rows(*lines))
+    assert report.micro_batch_sizes == (4,) * 36 + (2,)
+    assert model.w.grad.item() == pytest.approx(sum(map(sum, lines)) / 219, rel=EXACT)
+
+
+def test_sp5_jagged_rows_give_the_exact_gradient() -> None:
+    """5 rows of 3, 1, 4, 1 and 5 tokens, 2 at a time, never padded: the mean of all 14."""
+
+    def loss_fn(model: Lin, batch: dict[str, torch.Tensor]) -> wb.LossSum:
+        lines = batch["x"].unbind()
+        return wb.LossSum(torch.stack([model(line).sum() for line in lines]).sum(), sum(map(len, lines)))
+
+    lines = [torch.arange(float(length), dtype=torch.float64) for length in (3, 1, 4, 1, 5)]
+    model = Lin()
+    batch = {"x": torch.nested.nested_tensor(lines, layout=torch.jagged)}
+    report = accumulator(model, (loss_fn, None), size=2, regroup=False).backward(batch)
+    assert report.micro_batch_sizes == (2, 2, 1)
+    assert model.w.grad.item() == pytest.approx((3 + 0 + 6 + 0 + 10) / 14, rel=EXACT)
 
 
 def test_sp5_a_type_that_cannot_be_cut_is_named() -> None:
