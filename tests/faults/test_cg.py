@@ -9,6 +9,8 @@ from torch import nn
 
 import wholebatch as wb
 
+pytestmark = pytest.mark.smoke
+
 Batch = dict[str, torch.Tensor]
 
 
