@@ -207,7 +207,7 @@ class GradientAccumulator:
     ) -> tuple[Verdict, Divisor]:
         """Whether the gradient is to be used; the one host sync of a batch (none with `on_bad_batch="ignore"`)."""
         if self._judge.on_bad_batch == "ignore":
-            return self._judge.read_later(totals.finite()), divisor.corrected(totals.counts())
+            return self._judge.read_later(totals.usable()), divisor.corrected(totals.counts())
         losses, counts = totals.read()
         divisor = divisor.corrected(counts)
         bad = [micro_batch for micro_batch, loss in zip(ran, losses, strict=True) if not math.isfinite(loss)]

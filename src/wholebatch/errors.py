@@ -20,7 +20,7 @@ Callers need one name, `WholeBatchError`; the others say which kind of thing wen
     WholeBatchWarning                 (a UserWarning)
     ├── BatchStatisticsWarning        modules whose statistics are those of a micro-batch, not of the batch
     ├── LossNotVerifiedWarning        the stated count could not be checked against this loss
-    └── BadBatchWarning               a batch with a non-finite loss was let through (`on_bad_batch="ignore"`)
+    └── BadBatchWarning               a bad batch was let through because of `on_bad_batch="ignore"`
 
 Each message says what is wrong, the numbers, and the way out.
 """
@@ -104,4 +104,4 @@ class LossNotVerifiedWarning(WholeBatchWarning):
 
 
 class BadBatchWarning(WholeBatchWarning):
-    """A batch with a non-finite loss was let through because `on_bad_batch="ignore"`."""
+    """A batch with a non-finite loss, or without labels, was let through because `on_bad_batch="ignore"`."""

@@ -64,27 +64,27 @@ class Judge:
             )
         return Verdict(False, reason, examples)
 
-    def read_later(self, finite: torch.Tensor) -> Verdict:
+    def read_later(self, usable: torch.Tensor) -> Verdict:
         """Let a batch through unread (`on_bad_batch="ignore"`); `read_now` looks at it when the next one comes."""
-        self._unread = finite
+        self._unread = usable
         return Verdict()
 
     def read_now(self) -> None:
-        """Look at the flags of the batch before, which the device has computed in the meantime."""
-        finite, self._unread = self._unread, None
-        if finite is None:
+        """Look at the flag of the batch before, which the device has computed in the meantime."""
+        usable, self._unread = self._unread, None
+        if usable is None:
             return
-        if bool(finite.all()):
+        if bool(usable):
             self.skipped_in_a_row = 0
             return
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row >= self.max_skipped:
             raise TooManySkippedBatchesError(
-                f"{self.skipped_in_a_row} batches in a row had a non-finite loss and were let through "
+                f"{self.skipped_in_a_row} batches in a row had a non-finite loss, or no label, and were let through "
                 f'(on_bad_batch="ignore", max_skipped_batches={self.max_skipped}); the parameters are likely lost.'
             )
         warnings.warn(
-            'the batch before this one had a non-finite loss and was let through (on_bad_batch="ignore")',
+            'the batch before this one had a non-finite loss, or no label, and was let through (on_bad_batch="ignore")',
             BadBatchWarning,
             stacklevel=4,
         )

@@ -42,10 +42,10 @@ class Totals:
         """The summed counts that came with the loss, by term; 0-d, on the device."""
         return {name: self._vector(counts).sum() for name, counts in self._counts.items()}
 
-    def finite(self) -> torch.Tensor:
-        """Whether each micro-batch's loss is finite: one flag a micro-batch that was run, on the device."""
-        terms = [torch.isfinite(torch.stack(values)) for values in self._values.values()]
-        return torch.stack(terms).all(dim=0)
+    def usable(self) -> torch.Tensor:
+        """Whether every loss is finite and the batch has something with a label: one flag, on the device."""
+        finite = [torch.isfinite(torch.stack(values)).all() for values in self._values.values()]
+        return torch.stack(finite).all() & (torch.stack(list(self.counts().values())).sum() > 0)
 
     def loss(self, denominators: Mapping[str, Number]) -> torch.Tensor:
         """The batch's loss: the sum over terms of their sums over `denominators`; 0-d, detached."""

@@ -190,6 +190,18 @@ def test_zt3_raised_if_wanted(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_zt3_never_silent_where_nothing_is_read(form: str) -> None:
+    """With "ignore" it is left out where the count is known beforehand, and said with the next batch elsewhere."""
+    run = loop(form, on_bad_batch="ignore", max_skipped_batches=2).run([AB, NO_LABELS])
+    if not run.reports[-1].should_step:
+        return
+    with pytest.warns(BadBatchWarning, match="no label"):
+        run.run([NO_LABELS])
+    with pytest.raises(TooManySkippedBatchesError, match="2 batches in a row"):
+        run.run([AB])
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_zt3_too_many_in_a_row(form: str) -> None:
     run = loop(form, max_skipped_batches=3).run([NO_LABELS, NO_LABELS, AB, NO_LABELS, NO_LABELS])
     with pytest.raises(TooManySkippedBatchesError, match="3 batches in a row"):
