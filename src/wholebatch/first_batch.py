@@ -1,228 +1,295 @@
-"""What is checked on the first batch: the form of the loss, its count, and modules with batch statistics.
+"""What is checked before batches are run: the form of the loss, its count, and modules with batch statistics.
 
-Picks a few examples of the batch, evaluates the loss on them without leaving a trace, and lets `loss.verified` judge.
+The count is verified on a few examples of the first batch that is cut (`sample`, `evidence`, `loss.verified`), and
+again on later ones where the examples of the first were too much alike, or its figures said too little.
 """
 
-import math
 import warnings
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from wholebatch.bad_examples import not_finite_examples
 from wholebatch.batch.containers import map_tensors
+from wholebatch.candidates import candidates
 from wholebatch.cut import CutBatch, Knife, MicroBatch
 from wholebatch.errors import (
     BatchLayoutError,
     CountRequiredError,
+    LossNotAdditiveError,
     LossNotVerifiedWarning,
     ScalarWithoutCountError,
-    WholeBatchError,
 )
-from wholebatch.gradients.precision import no_autocast, one_autocast
-from wholebatch.gradients.set_aside import gradients_aside
-from wholebatch.loss.counting import ONLY, as_numbers, label_counts
-from wholebatch.loss.stated import MicroBatchLoss, StatedLoss
+from wholebatch.evidence import Witness
+from wholebatch.gradients.precision import one_autocast
+from wholebatch.loss.advice import refusal, refusal_apart, seed_ignored, suggestion, suggestion_apart
+from wholebatch.loss.counting import ONLY
+from wholebatch.loss.hugging_face import hugging_face_model, own_count
+from wholebatch.loss.measured import FRACTION_BITS
+from wholebatch.loss.stated import StatedLoss
 from wholebatch.loss.verified import (
-    PIECE_SEEDS,
-    UNION_SEED,
     Evidence,
-    Measured,
-    Measurer,
-    alternatives,
-    each_sees_all,
-    gap,
-    suggest,
-    verify,
-    way_out,
+    Judgement,
+    counts_shown,
+    differs,
+    ignores_its_seed,
+    judge,
+    proportional,
 )
 from wholebatch.memory.device import is_out_of_memory
-from wholebatch.sample import LOOKED_AT, Sample, choose
+from wholebatch.sample import LOOKED_AT, MOST_EXAMPLES, Sample, choose
 from wholebatch.suitability import refuse_unknown_parameters, warn_of_batch_statistics
-from wholebatch.undisturbed import random_states, undisturbed
+from wholebatch.undisturbed import undisturbed
+
+T = TypeVar("T")
+
+TRIES = 5
+"""How often figures that fit several counts are looked at, in the 1st, 2nd, 4th, 8th and 16th batch that is cut."""
 
 
 class FirstBatch:
     """Learns the loss's form from the first batch, and verifies its count on the first that is cut.
 
-    Where all examples of that batch weigh the same under every count, the check is repeated on the first batch whose
-    examples differ.
+    Nothing is changed by it: no `.grad`, no random state, no buffer or flag of the model. At most three examples are
+    evaluated at once, two where a micro-batch holds one.
     """
 
     def __init__(self, model: nn.Module, loss: StatedLoss, knife: Knife, device: torch.device) -> None:
         self._model, self._loss, self._knife, self._device = model, loss, knife, device
+        host = hugging_face_model(model)
+        self._shifted = host is not None and own_count(host) == "tokens after the shift"
         self.form = ""
         """As `MicroBatchLoss.form`; empty until the first batch."""
 
         self.verified = False
-        self._waits_for_unequal = False
-        self._warned = False
+        """Whether there is nothing left to verify."""
+
+        self._untold: frozenset[str] = frozenset()
+        self._undecided = False
+        self._batches, self._tries, self._next_try = 0, 0, 0
+        self._statistics_warned, self._apart_seen = False, False
 
     def check(self, batch: Any, cut: CutBatch, parameters: Sequence[nn.Parameter]) -> None:
         """Check before a batch is run, as far as that is still to be done."""
-        if self.verified or cut.unlabelled:
+        if cut.unlabelled or (self.verified and self.form):
             return
-        many = len(cut.micro_batches) > 1
-        if many and not self._warned:
-            warn_of_batch_statistics(self._model)
-            self._warned = True
-        if not self.form or (many and not (self._waits_for_unequal and _alike(cut))):
-            with undisturbed(self._model, self._device), torch.enable_grad():
-                self._check(choose(batch, cut, self._knife), parameters, many)
-    def _check(self, sample: Sample, parameters: Sequence[nn.Parameter], many: bool) -> None:
+        if not self.form:
+            self.form = self._learned_form(batch, cut, parameters)
+        if len(cut.micro_batches) > 1:
+            self._batches += 1
+            if not self._statistics_warned:
+                warn_of_batch_statistics(self._model)
+                self._statistics_warned = True
+            if not self.verified and self._due(cut):
+                self._verify(batch, cut, parameters)
+
+    # ---- The form ----
+
+    def _learned_form(self, batch: Any, cut: CutBatch, parameters: Sequence[nn.Parameter]) -> str:
+        """From the first micro-batch with anything to learn from, forward only."""
+        first = next(micro_batch for micro_batch in cut.micro_batches if not micro_batch.unlabelled)
+
+        def form(evaluation: bool) -> str:
+            data = map_tensors(lambda tensor: tensor.to(self._device, copy=True), first.data())
+            with undisturbed(self._model, self._device, evaluation), torch.enable_grad(), one_autocast(self._device):
+                loss = self._loss(self._model, data, first.counts, first.num_examples)
+            refuse_unknown_parameters([term.value for term in loss.terms.values()], parameters)
+            return loss.form
+
         try:
-            self.form = self._learned_form(sample, parameters)
+            return _in_either_mode(form)
         except ScalarWithoutCountError as error:
-            raise CountRequiredError(f"{error}. {self._suggestion(sample, parameters)}") from None
-        if not many or len(sample.parts) < 2:
-            return
+            advice = self._suggestion(batch, cut, parameters)
+            raise CountRequiredError(f"{error}. {advice}".rstrip()) from None
+
+    def _suggestion(self, batch: Any, cut: CutBatch, parameters: Sequence[nn.Parameter]) -> str:
+        """What a scalar loss without a count looks like; nothing where its parts cannot be compared."""
         try:
-            self._verify(sample, parameters)
+            sample = self._chosen(batch, cut, MOST_EXAMPLES)
+            if sample.apart or len(sample.parts) < 2:
+                summed = self._loss.as_sum()
+                witness = Witness(self._model, summed, self._device, parameters, self._shifted, autocast=True)
+                return suggestion_apart(*witness.apart(sample))
+            evidence, witness = self._witnessed(sample, parameters, self._loss.as_sum())
+            if evidence.conclusive and differs(evidence, witness.again(sample)):
+                return "It draws random numbers of its own, so nothing can be suggested."
+        except Exception:  # noqa: BLE001  advice that cannot be given must not hide the error
+            return ""
+        return suggestion(evidence)
+
+    # ---- The count ----
+
+    def _due(self, cut: CutBatch) -> bool:
+        """Whether this batch may show what those before did not; ever more seldom if they have turned out not to."""
+        if self._batches < self._next_try:
+            return False
+        return self._tries == 0 or self._undecided or self._differs_in(cut)
+
+    def _differs_in(self, cut: CutBatch) -> bool:
+        """Whether examples differ in a candidate in which they did not so far, or in what is stated."""
+        averages = {tuple(n / m.num_examples for n in m.counts.values()) for m in cut.micro_batches}
+        if len(averages) > 1:
+            return True
+        piece = cut.micro_batches[0].piece
+        size = min(piece.num_examples, LOOKED_AT)
+        found = candidates(piece.take(range(size)), size, self._shifted, only=self._untold)
+        return any(found[name].varies for name in self._untold if name in found)
+
+    def _verify(self, batch: Any, cut: CutBatch, parameters: Sequence[nn.Parameter]) -> None:
+        for most in (MOST_EXAMPLES, 2):
+            try:
+                return self._verify_with(self._chosen(batch, cut, most), parameters)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+        return self._give_up("there was too little memory to evaluate two examples at once")
+
+    def _chosen(self, batch: Any, cut: CutBatch, most: int) -> Sample:
+        with undisturbed(self._model, self._device):  # collators draw random numbers
+            return choose(batch, cut, self._knife, self._shifted, most)
+
+    def _verify_with(self, sample: Sample, parameters: Sequence[nn.Parameter]) -> None:
+        if len(sample.parts) < 2:
+            return None
+        if sample.apart:
+            return self._verify_apart(sample, parameters)
+        try:
+            evidence, judgement = self._judged(sample, parameters)
         except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            self._give_up("there was too little memory to evaluate a few examples at once")
-
-    def _learned_form(self, sample: Sample, parameters: Sequence[nn.Parameter]) -> str:
-        data, counts = sample.first, self._counts(sample.first, 1)
-        loss = self._forward(self._loss, data, counts, 1)
-        refuse_unknown_parameters([term.value for term in loss.terms.values()], parameters)
-        return loss.form
-
-    def _verify(self, sample: Sample, parameters: Sequence[nn.Parameter]) -> None:
-        name = self._loss.counter.name
-        try:
-            evidence = self._evidence(self._loss, sample, parameters)
-            if evidence is None:
-                return self._give_up("it draws random numbers of its own, so two evaluations differ")
-            if not evidence.conclusive:
-                return None  # the batch will be skipped; the next one is looked at
-            distinct = verify(evidence, name)
-        except (WholeBatchError, RuntimeError, IndexError, ValueError) as error:
             if not is_out_of_memory(error):
                 self._blame_layout(sample, parameters, error)
             raise
-        self.verified, self._waits_for_unequal = distinct, not distinct
-        return None
+        if judgement is None:
+            return None
+        if not judgement.holds:
+            refused = LossNotAdditiveError(refusal(evidence, judgement, self._loss.counter.name))
+            if not judgement.explained:
+                self._blame_layout(sample, parameters, refused)
+            raise refused
+        return self._note(judgement)
 
-    def _evidence(self, loss: StatedLoss, sample: Sample, parameters: Sequence[nn.Parameter]) -> Evidence | None:
-        """Measure; None if the loss is random although dropout is off."""
-        measure = Measurer(partial(self._forward, loss), partial(self._gradients, parameters), parameters)
-        fixed = {ONLY: 1.0} if loss.counter.summed else None
+    def _judged(self, sample: Sample, parameters: Sequence[nn.Parameter]) -> tuple[Evidence, Judgement | None]:
+        """The evidence, and what it says; None if it cannot say anything, now or ever."""
+        evidence, witness = self._witnessed(sample, parameters, self._loss)
+        if not evidence.conclusive:
+            return evidence, None
+        judgement = judge(evidence)
+        if judgement.holds:
+            return evidence, judgement
+        again = witness.again(sample)
+        if ignores_its_seed(evidence, again):
+            raise LossNotAdditiveError(seed_ignored())
+        if differs(evidence, again):
+            self._give_up("it draws random numbers of its own, so that two evaluations differ")
+            return evidence, None
+        evidence = replace(evidence, noisy=(again, witness.disturbed(sample, evidence.bits)))
+        return evidence, judge(evidence)
 
-        def measured(data: Any, size: int, divisors: Mapping[str, float] | None, seed: float) -> Measured:
-            return measure(data, as_numbers([loss.counter(data, size)])[0], size, divisors, seed)
+    def _witnessed(
+        self, sample: Sample, parameters: Sequence[nn.Parameter], loss: StatedLoss
+    ) -> tuple[Evidence, Witness]:
+        """Evidence in evaluation mode and without autocast where the model allows that."""
 
-        before = random_states(self._device)
-        union = measured(sample.union, sample.num_examples, fixed, UNION_SEED)
-        if random_states(self._device) != before:
-            again = measured(sample.union, sample.num_examples, fixed, UNION_SEED)
-            if not math.isclose(sum(union.losses.values()), sum(again.losses.values()), rel_tol=union.tolerance):
-                return None
-        parts = [
-            measured(part, size, fixed or union.counts, seed)
-            for part, size, seed in zip(sample.parts, sample.sizes, PIECE_SEEDS, strict=True)
-        ]
-        permuted = measured(sample.permuted, sample.num_examples, fixed, UNION_SEED)
-        others = [alternatives(part, size) for part, size in zip(sample.parts, sample.sizes, strict=True)]
-        return Evidence(union, permuted, parts, others)
+        def witnessed(evaluation: bool, autocast: bool) -> tuple[Evidence, Witness]:
+            witness = Witness(self._model, loss, self._device, parameters, self._shifted, evaluation, autocast)
+            return witness.evidence(sample), witness
 
-    def _forward(self, loss: StatedLoss, data: Any, counts: Mapping[str, float], size: int) -> MicroBatchLoss:
-        with one_autocast(self._device):
-            return loss(self._model, self._moved(data), counts, size)
-
-    def _gradients(
-        self, parameters: Sequence[nn.Parameter], total: torch.Tensor, wanted: Sequence[nn.Parameter]
-    ) -> Sequence[torch.Tensor | None]:
-        with no_autocast(self._device):
+        if torch.is_autocast_enabled(self._device.type):
             try:
-                return torch.autograd.grad(total, wanted, allow_unused=True, retain_graph=True)
-            except RuntimeError as error:
-                if ".grad()" not in str(error):
-                    raise
-                return gradients_aside(total, wanted, parameters)
+                evidence, witness = witnessed(True, False)
+                if evidence.union.bits >= FRACTION_BITS[torch.float32]:
+                    return evidence, witness
+            except Exception:  # noqa: BLE001  then as in training
+                pass
+        return _in_either_mode(lambda evaluation: witnessed(evaluation, True))
 
-    def _moved(self, data: Any) -> Any:
-        return map_tensors(lambda tensor: tensor.to(self._device), data)
+    def _note(self, judgement: Judgement) -> None:
+        untold = judgement.untold - {self._loss.counter.name}
+        if self._tries and (judgement.undecided or untold >= self._untold):
+            self._next_try = 2 * self._batches
+        else:
+            self._next_try = self._batches + 1
+        self._tries, self._untold, self._undecided = self._tries + 1, untold, judgement.undecided
+        self.verified = not untold and not judgement.undecided
+        if judgement.undecided and self._tries >= TRIES:
+            self._give_up("its figures fit several counts (low precision, or a loss of zero), its graph shows none")
 
-    def _counts(self, data: Any, size: int) -> dict[str, float]:
-        return as_numbers([self._loss.counter(data, size)])[0]
+    def _verify_apart(self, sample: Sample, parameters: Sequence[nn.Parameter]) -> None:
+        """By the denominators in the graphs alone, where no two examples can be put together.
 
-    def _suggestion(self, sample: Sample, parameters: Sequence[nn.Parameter]) -> str:
-        """What a scalar loss without a count looks like."""
-        evidence = self._evidence(self._loss.as_sum(), sample, parameters)
-        if evidence is None:
-            return "It draws random numbers of its own, so nothing can be suggested."
-        head, name = evidence.union.head, suggest(evidence)
-        if name is None:
-            return f"Its graph shows: {head.form}."
-        units = {"sum": "a plain sum", "examples": f"a mean over {sample.num_examples} examples"}
-        total = sum(part.get(name, 0) for part in evidence.alternatives)
-        looks = units.get(name, f"a mean over {total:g} labelled {name}")
-        return f"On {sample.num_examples} examples it looks like {looks}: {way_out(name)}."
+        A sum with its own count has then nothing that it could fail to add up to.
+        """
+        if self.form != "scalar" or self._apart_seen:
+            return
+        self._apart_seen = True
+        witness = Witness(self._model, self._loss, self._device, parameters, self._shifted, autocast=True)
+        pieces, rivals = witness.apart(sample)
+        shown, name = counts_shown(pieces, rivals), self._loss.counter.name
+        counts = [1.0 if self._loss.counter.summed else piece.counts[ONLY] for piece in pieces]
+        if shown is None:
+            self._warn("no two examples of this batch can be put together, and its graph shows no denominator")
+        elif shown and name not in shown and not proportional(counts, [p.head.denominator or 0.0 for p in pieces]):
+            raise LossNotAdditiveError(refusal_apart(pieces, rivals, shown[0], name))
 
     def _blame_layout(self, sample: Sample, parameters: Sequence[nn.Parameter], error: Exception) -> None:
-        """Raise `BatchLayoutError` if the trouble goes away when one field is given whole to every part."""
-        for path, what in sample.suspects():
+        """Raise `BatchLayoutError` if the trouble goes away when one field is read in another way."""
+        for path, what, layout, other in sample.other_layouts():
             try:
-                evidence = self._evidence(self._loss, sample.with_shared(path), parameters)
-                holds = evidence is not None and gap(evidence).holds and not each_sees_all(evidence)
-            except Exception:  # any failure means that this field is not the one
+                with warnings.catch_warnings(action="ignore"):  # of shapes that do not fit, say
+                    evidence, _ = self._witnessed(other, parameters, self._loss)
+                # Parts that are given the whole batch add up whatever the loss.
+                holds = evidence.conclusive and judge(evidence).holds and not evidence.uncut
+            except Exception:  # noqa: BLE001  any failure means that this field is not the one
                 continue
             if holds:
                 raise BatchLayoutError(
-                    f"the field {path!r} {what} has as many rows as the batch has examples, but it does not hold one per "
-                    f"example: the loss is right only if every micro-batch gets it whole. Say so: "
-                    f"layout=wb.BatchLayout(shared_fields=({path!r},))."
+                    f"the field {path!r} {what} was cut as if it held one row per example, and the loss is wrong then: "
+                    f"{type(error).__name__}, {str(error)[:200]!r}. It is right with layout=wb.BatchLayout({layout})."
                 ) from error
 
     def _give_up(self, why: str) -> None:
         self.verified = True
+        self._warn(why)
+
+    def _warn(self, why: str) -> None:
         warnings.warn(
-            f"the count of this loss could not be verified: {why}. What count= states is used as it is.",
+            f"the count of this loss could not be verified: {why}. It is used as stated.",
             LossNotVerifiedWarning,
-            stacklevel=8,
+            stacklevel=6,
         )
 
     def not_finite_examples(self, micro_batches: Sequence[MicroBatch]) -> tuple[int, ...]:
-        """The positions in the batch of the examples whose loss alone is not finite; all of a micro-batch where the
-        examples one by one do not show it.
-        """
-        with undisturbed(self._model, self._device):
-            return tuple(place for micro_batch in micro_batches for place in self._bad_in(micro_batch))
-
-    def _bad_in(self, micro_batch: MicroBatch) -> Sequence[int]:
-        try:
-            losses = [self._alone(micro_batch, row) for row in micro_batch.rows]
-        except Exception:  # a model that cannot take a single example
-            return micro_batch.examples
-        return [micro_batch.examples[i] for i, loss in enumerate(losses) if not loss] or micro_batch.examples
-
-    def _alone(self, micro_batch: MicroBatch, row: int) -> bool:
-        """Whether the loss of one example is finite, or there is none."""
-        data = micro_batch.piece.take(range(row, row + 1))
-        counts = self._counts(data, 1)
-        if counts and not any(counts.values()):
-            return True
-        terms = self._forward(self._loss, data, counts, 1).terms.values()
-        return all(bool(torch.isfinite(term.value)) for term in terms)
+        """As `bad_examples.not_finite_examples`."""
+        return not_finite_examples(self._model, self._loss, self._device, micro_batches)
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned and verified."""
-        return {"form": self.form, "verified": self.verified, "waits_for_unequal": self._waits_for_unequal}
+        return {
+            "form": self.form,
+            "verified": self.verified,
+            "untold": sorted(self._untold),
+            "undecided": self._undecided,
+            "tries": self._tries,
+            "batches": self._batches,
+            "next_try": self._next_try,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what an earlier run learned and verified, of the same loss."""
-        self.form = str(state["form"])
-        self.verified, self._waits_for_unequal = bool(state["verified"]), bool(state["waits_for_unequal"])
+        self.form, self.verified = str(state["form"]), bool(state["verified"])
+        self._untold, self._undecided = frozenset(state["untold"]), bool(state["undecided"])
+        self._tries, self._batches = int(state["tries"]), int(state["batches"])
+        self._next_try = int(state["next_try"])
 
 
-def _alike(cut: CutBatch) -> bool:
-    """Whether all examples of a batch have as many labels as each other."""
-    first = cut.micro_batches[0]
-    rows = first.piece.take(range(min(first.piece.num_examples, LOOKED_AT)))
-    counts = label_counts(rows)
-    others = [label_counts(m.piece.take(range(1))) for m in cut.micro_batches if m.piece is not first.piece]
-    return len({number for one in (counts, *others) for number in one}) <= 1
+def _in_either_mode(evaluate: Callable[[bool], T]) -> T:
+    """In evaluation mode, or in training mode for models that have no loss otherwise."""
+    try:
+        return evaluate(True)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+    return evaluate(False)

@@ -1,25 +1,35 @@
 """The few examples of a batch with which its loss is checked."""
 
 import copy
-from collections.abc import Iterator, Sequence
+import itertools
+from collections import Counter as Tally
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from wholebatch.batch.containers import leaves
+from wholebatch.batch.containers import leaves, map_tensors
+from wholebatch.batch.joining import join
 from wholebatch.batch.layout import Piece
+from wholebatch.candidates import CLASSES, OF_LABELS, candidates
 from wholebatch.cut import CollateFunction, CutBatch, Knife
 from wholebatch.facts import BatchLayout
-from wholebatch.loss.counting import as_numbers, label_counts
+from wholebatch.loss.counting import as_numbers
 
 LOOKED_AT = 32
 """Examples among which those to check with are chosen."""
 
+MOST_EXAMPLES = 3
+"""Examples of a check, which holds them all at once: one more than a micro-batch of two. With micro-batches of one they
+are two, again one more."""
+
+_COMPARED, _ENOUGH = 6, 0.05
+
 
 @dataclass(frozen=True)
 class Sample:
-    """A few examples: all together, in another order, and in unequal parts; on the host."""
+    """A few examples: all together, and in unequal parts; on the host."""
 
     source: Any
     """What they were cut from."""
@@ -28,35 +38,24 @@ class Sample:
     rows: Sequence[Sequence[int]]
     """The rows of `source` in each part."""
 
+    apart: bool = False
+    """Whether the parts cannot be put together: `source` is then a list of them, and there is no union."""
+
     collated: Sequence[Any] = ()
-    """The union, the union in another order, and the parts, where each was collated by itself."""
+    """All together, and the parts, where each was collated, or trimmed, by itself."""
 
     def _take(self, rows: Sequence[int]) -> Any:
         return Piece(self.source, self.layout).take(list(rows))
 
     @property
-    def _all(self) -> list[int]:
-        return [row for part in self.rows for row in part]
-
-    @property
     def union(self) -> Any:
         """All of them."""
-        return self.collated[0] if self.collated else self._take(self._all)
-
-    @property
-    def permuted(self) -> Any:
-        """All of them in another order."""
-        return self.collated[1] if self.collated else self._take(self._all[::-1])
+        return self.collated[0] if self.collated else self._take([row for part in self.rows for row in part])
 
     @property
     def parts(self) -> Sequence[Any]:
-        """In unequal parts; a single one where the batch has a single example."""
-        return self.collated[2:] if self.collated else [self._take(rows) for rows in self.rows]
-
-    @property
-    def first(self) -> Any:
-        """One of them alone."""
-        return self.parts[0] if len(self.rows[0]) == 1 else self._take(self.rows[0][:1])
+        """In parts; a single one where there is a single example."""
+        return self.collated[1:] if self.collated else [self._take(rows) for rows in self.rows]
 
     @property
     def sizes(self) -> Sequence[int]:
@@ -68,81 +67,229 @@ class Sample:
         """Examples in all."""
         return sum(self.sizes)
 
-    def suspects(self) -> Iterator[tuple[str, str]]:
-        """Fields that are cut but might belong to the batch as a whole: path and shape. Vectors first."""
-        cut = [field for field in Piece(self.source, self.layout).fields if field.role == "per example"]
-        for field in sorted(cut, key=lambda field: field.what.count(",")):
-            yield field.path, field.what
+    def other_layouts(self) -> Iterator[tuple[str, str, str, "Sample"]]:
+        """The same examples under other layouts, each with one field read in another way; vectors first.
 
-    def with_shared(self, path: str) -> "Sample":
-        """The same examples if the field at `path` is given whole to each part."""
-        layout = replace(self.layout, shared_fields=(*self.layout.shared_fields, path))
-        return replace(self, layout=layout, collated=())
+        Yields the field's path and shape, what to tell the layout, and the examples.
+        """
+        fields = [field for field in Piece(self.source, self.layout).fields if field.role == "per example"]
+        stated = {*self.layout.batch_dims, *self.layout.select}
+        for field in sorted(fields, key=lambda field: field.what.count(",")):
+            if field.path in stated:
+                continue
+            shared = replace(self.layout, shared_fields=(*self.layout.shared_fields, field.path))
+            yield field.path, field.what, f"shared_fields=({field.path!r},)", replace(self, layout=shared, collated=())
+            dims = replace(self.layout, batch_dims={**self.layout.batch_dims, field.path: 1})
+            yield field.path, field.what, f"batch_dims={{{field.path!r}: 1}}", replace(self, layout=dims, collated=())
 
 
-def choose(batch: Any, cut: CutBatch, knife: Knife) -> Sample:
-    """Choose examples with labels, short ones for the memory's sake, of unequal count where there are such."""
+@dataclass(frozen=True)
+class _Row:
+    """One example that could be checked with."""
+
+    place: int
+    counts: Mapping[str, float]
+    """By the name of a candidate."""
+
+    stated: Sequence[float]
+    """What the stated count finds in it, for each term; empty where the count comes with the loss."""
+
+    def figures(self) -> tuple[float, ...]:
+        """All counts."""
+        return (*self.counts.values(), *self.stated)
+
+
+def choose(batch: Any, cut: CutBatch, knife: Knife, shifted: bool, most: int = MOST_EXAMPLES) -> Sample:
+    """Choose examples in two parts, one and two of them, whose shares differ most from one way of counting to another.
+
+    Args:
+        batch: The whole batch.
+        cut: The same, cut.
+        knife: Which collates and counts.
+        shifted: As for `candidates`.
+        most: At most so many examples.
+    """
     layout = knife.layout or BatchLayout()
-    at_once = max(micro_batch.num_examples for micro_batch in cut.micro_batches)
-    if knife.collate_fn is None:
-        piece = max((m.piece for m in cut.micro_batches), key=lambda piece: piece.num_examples)
-        rows = _unequal(_weights(piece, range(piece.num_examples), knife), at_once)
-        return Sample(piece.take(range(piece.num_examples)), layout, rows)
-    labelled = [micro_batch for micro_batch in cut.micro_batches if not micro_batch.unlabelled][:LOOKED_AT]
-    weights = [weight for m in labelled for weight in _weights(m.piece, m.rows, knife, m.offset)]
-    examples = [[batch[place] for place in part] for part in _unequal(weights, at_once)]
-    return _collated(examples, layout, knife.collate_fn)
+    if max(micro_batch.num_examples for micro_batch in cut.micro_batches) == 1:
+        most = 2
+    if knife.collate_fn is not None:
+        return _collated(batch, cut, knife, knife.collate_fn, shifted, most)
+    piece, source = _largest(cut)
+    if piece.num_examples == 1 < len(cut.micro_batches):
+        return _apart(cut, knife, shifted)
+    places = range(0, piece.num_examples, -(-piece.num_examples // LOOKED_AT))
+    return Sample(source, layout, _parts(_rows(piece, places, 0, knife, shifted), most))
 
 
-def _weights(piece: Piece, rows: range, knife: Knife, offset: int = 0) -> list[tuple[float, int]]:
-    """For each row with something to count, how much, and the row's position."""
-    looked_at = rows[:LOOKED_AT]
-    alone = [piece.take(range(row, row + 1)) for row in looked_at]
-    stated = as_numbers([knife.counter(one, 1) for one in alone])
-    counts = [(label_counts(one) or [1])[0] for one in alone]
-    found = [
-        (float(count) if count else 0.0, offset + row)
-        for row, count, known in zip(looked_at, counts, stated, strict=True)
-        if not known or any(known.values())
-    ]
-    return [one for one in found if one[0]] or found or [(1.0, offset + rows[0])]
+def _largest(cut: CutBatch) -> tuple[Piece, Any]:
+    """The piece with the most examples; where each has a single one, two that fit together are put into one."""
+    pieces = list({id(m.piece): m.piece for m in cut.micro_batches}.values())
+    data = [piece.take(range(piece.num_examples)) for piece in pieces[:LOOKED_AT]]
+    largest = max(pieces, key=lambda piece: piece.num_examples)
+    if largest.num_examples == 1:
+        for one, other in itertools.combinations(range(len(data)), 2):
+            together = join([pieces[one], pieces[other]], [data[one], data[other]])
+            if together is not None:
+                return Piece(together), together
+    return largest, largest.take(range(largest.num_examples))
 
 
-def _unequal(weights: Sequence[tuple[float, int]], at_once: int) -> list[list[int]]:
-    """Positions in two parts whose weights tell counts apart: one against two, or one against one.
+def _apart(cut: CutBatch, knife: Knife, shifted: bool) -> Sample:
+    """Two examples that cannot be put together, as they were padded apart."""
+    first = cut.micro_batches[:LOOKED_AT]
+    rows = [row for i, m in enumerate(first) for row in _rows(m.piece, range(1), i, knife, shifted)]
+    chosen = [place for part in _parts(rows, most=2) for place in part]
+    parts = [first[place].data() for place in chosen]
+    return Sample(parts, knife.layout or BatchLayout(), [[0]] * len(parts), apart=True, collated=(None, *parts))
 
-    Where all weigh the same they are far apart, since neighbours are often alike (routed to the same expert, say).
+
+def _rows(piece: Piece, places: Sequence[int], offset: int, knife: Knife, shifted: bool) -> list[_Row]:
+    counted = candidates(piece.take(list(places)), len(places), shifted)
+    stated = as_numbers([knife.counter(piece.take(range(place, place + 1)), 1) for place in places])
+    rows = []
+    for i, (place, own) in enumerate(zip(places, stated, strict=True)):
+        counts = {name: candidate.rows[i] for name, candidate in counted.items()}
+        rows.append(_Row(offset + place, counts, tuple(own.values())))
+    return rows
+
+
+def _parts(rows: Sequence[_Row], most: int) -> list[list[int]]:
+    """The places of the best parts; a single part where there are no two with anything to learn from."""
+    rank, few = _ranked(rows), _different(rows)
+    places = [row.place for row in few]
+    if len(few) == 2 or most == 2:
+        choices = [[[one], [other]] for one, other in itertools.combinations(places, 2)]
+    else:
+        pairs = list(itertools.combinations(places, 2))
+        choices = [[[one], list(two)] for one in places for two in pairs if one not in two]
+    best = max(choices, key=rank, default=[])
+    return best if best and rank(best)[0] == 0 else [[max(rows, key=lambda row: sum(row.stated)).place]]
+
+
+def _different(rows: Sequence[_Row]) -> list[_Row]:
+    """A few rows from the lowest counts to the highest, each only once if there are others."""
+    ordered = sorted(rows, key=_Row.figures)
+    unlike = list({row.figures(): row for row in reversed(ordered)}.values())[::-1]
+    others = _spread([row for row in ordered if row not in unlike], MOST_EXAMPLES)
+    return _spread(unlike, _COMPARED) + (others if len(unlike) < MOST_EXAMPLES else [])
+
+
+def _spread(rows: Sequence[_Row], number: int) -> list[_Row]:
+    """At most `number` of them, from the first to the last."""
+    last = len(rows) - 1
+    return [rows[round(i * last / (number - 1))] for i in range(number)] if last >= number else list(rows)
+
+
+def _ranked(rows: Sequence[_Row]) -> Callable[[list[list[int]]], tuple[float, ...]]:
+    """How well parts tell the candidates apart.
+
+    First, no part of them without any unit of what is stated; then few without any label; then shares far
+    from each other; and where all are alike, examples far from each other, since neighbours are alike in other things.
     """
-    ordered = sorted(weights)
-    if len(ordered) == 1:
-        return [[ordered[0][1]]]
-    if len(ordered) == 2 or at_once < 2:
-        other = next((one for one in ordered[1:] if one[0] != ordered[0][0]), ordered[-1])
-        return [[ordered[0][1]], [other[1]]]
-    first, second, *rest = ordered
-    other = next((one for one in rest if 2 * one[0] != first[0] + second[0]), rest[-1])
-    return [[other[1]], [first[1], second[1]]]
+    by_place = {row.place: row for row in rows}
+    names, stated = set.intersection(*(set(row.counts) for row in rows)), any(row.stated for row in rows)
+
+    def rank(parts: list[list[int]]) -> tuple[float, ...]:
+        empty = [part for part in parts if stated and not any(any(by_place[place].stated) for place in part)]
+        sums = {name: [sum(by_place[place].counts[name] for place in part) for part in parts] for name in names}
+        shares = [one / (one + other) for one, other in sums.values() if one + other]
+        apart = [abs(one - other) for one, other in itertools.combinations(shares, 2)]
+        first, *others = (by_place[place].counts.get(CLASSES) for part in parts for place in part)
+        return (
+            -len(empty),
+            -sum(1 for name in OF_LABELS for number in sums.get(name, ()) if not number),
+            sum(min(distance, _ENOUGH) for distance in apart),
+            first in others and len({first, *others}) > 1,
+            sum(apart),
+            min(abs(one - other) for one, other in itertools.combinations(itertools.chain(*parts), 2)),
+        )
+
+    return rank
 
 
-def _collated(examples: list[list[Any]], layout: BatchLayout, collate_fn: CollateFunction) -> Sample:
-    """Collate each part by itself, as training does; a random collator's result is cut instead, since it never makes
-    the same twice.
+def _collated(
+    batch: Sequence[Any], cut: CutBatch, knife: Knife, collate_fn: CollateFunction, shifted: bool, most: int
+) -> Sample:
+    """Collate each part by itself, as training does.
+
+    What a random collator has made is cut and trimmed instead, since it never makes the same twice.
     """
-    collate = _spared(collate_fn)
+    layout, collate = knife.layout or BatchLayout(), _spared(collate_fn)
+    rows: list[_Row] = []
+    for micro_batch in cut.micro_batches:
+        if micro_batch.unlabelled:
+            continue
+        rows += _rows(micro_batch.piece, micro_batch.rows[:LOOKED_AT], micro_batch.offset, knife, shifted)
+        if len(rows) >= LOOKED_AT:
+            break
+    examples = [[batch[place] for place in part] for part in _parts(rows, most)]
     union = [example for part in examples for example in part]
-    together, again = collate(list(union)), collate(list(union))
-    places = iter(range(len(union)))
-    rows = [[next(places) for _ in part] for part in examples]
-    if not _equal(together, again):
-        return Sample(together, layout, rows)
-    return Sample(together, layout, rows, (together, collate(union[::-1]), *(collate(part) for part in examples)))
+    together = collate(list(union))
+    if _equal(together, collate(list(union))):
+        places = iter(range(len(union)))
+        own_rows = [[next(places) for _ in part] for part in examples]
+        return Sample(together, layout, own_rows, collated=(together, *(collate(part) for part in examples)))
+    largest = max(cut.micro_batches, key=lambda micro_batch: micro_batch.num_examples).piece
+    if largest.num_examples == 1:
+        largest = Piece(together, layout)
+    own = _parts(_rows(largest, range(min(largest.num_examples, LOOKED_AT)), 0, knife, shifted), most)
+    source = largest.take(range(largest.num_examples))
+    cut_only = Sample(source, layout, own)
+    return replace(cut_only, collated=(cut_only.union, *_trimmed(cut_only.union, cut_only.parts)))
+
+
+def _trimmed(union: Any, parts: Sequence[Any]) -> list[Any]:
+    """Each part without the columns that hold padding in all of its rows, as if it had been padded by itself."""
+    for from_right in (True, False):
+        if (padding := _padding(union, from_right)) is not None:
+            return [_without_padding(part, padding, from_right) for part in parts]
+    return list(parts)
+
+
+def _padding(union: Any, from_right: bool) -> list[float] | None:
+    """What each padded field holds in padding, taken from the row that ends in the longest run of one value.
+
+    None if no row is padded on this side, or if it is not plain what would have to be trimmed.
+    """
+    fields = _padded_fields(union)
+    runs = [_runs(field if from_right else field.flip(1)) for field in fields]
+    shortest = [min(of_row) for of_row in zip(*runs, strict=True)]
+    if len(set(shortest)) < 2:
+        return None
+    row = shortest.index(max(shortest))
+    return [field[row, -1 if from_right else 0].item() for field in fields]
+
+
+def _padded_fields(batch: Any) -> list[torch.Tensor]:
+    """The `(examples, length)` fields; none if another field has that length in another place."""
+    found = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim >= 2]
+    widths = Tally(field.shape[1] for field in found if field.ndim == 2 and not field.is_floating_point())
+    if not widths:
+        return []
+    width = widths.most_common(1)[0][0]
+    padded = [field for field in found if width in field.shape[1:]]
+    return padded if all(field.ndim == 2 for field in padded) else []
+
+
+def _runs(field: torch.Tensor) -> list[int]:
+    """For each row, how many equal values it ends in."""
+    same = (field == field[:, -1:]).flip(1).long()
+    return [int(number) for number in same.cumprod(dim=1).sum(dim=1).tolist()]
+
+
+def _without_padding(part: Any, padding: Sequence[float], from_right: bool) -> Any:
+    fields = _padded_fields(part)
+    real = torch.stack([(field != value).any(dim=0) for field, value in zip(fields, padding, strict=True)]).any(dim=0)
+    columns = real.nonzero().flatten().tolist() or [0]
+    kept = slice(0, columns[-1] + 1) if from_right else slice(columns[0], None)
+    return map_tensors(lambda tensor: tensor[:, kept] if any(tensor is field for field in fields) else tensor, part)
 
 
 def _spared(collate_fn: CollateFunction) -> CollateFunction:
     """A copy of a collator that keeps state (its own generator), so that the check does not move it on."""
     try:
         return copy.deepcopy(collate_fn)
-    except Exception:  # not everything can be copied, and then it is used as it is
+    except Exception:  # noqa: BLE001  not everything can be copied, and then it is used as it is
         return collate_fn
 
 
