@@ -74,7 +74,7 @@ def backend() -> Backend:
 def test_few_compilations(
     backend: Backend, what: str, num_examples: int, size: int, cut: tuple[int, ...], most: int
 ) -> None:
-    """Over three batches of one family of shapes; the check of the first batch compiles nothing; gradients are exact."""
+    """Over three batches of the same shapes; the check of the first batch compiles nothing; gradients are exact."""
     model, batch = Tagger(), batch_of(num_examples)
     right = gradient_in_one_pass(model, mean(model, batch))
     stated: Any = summed if "count" in what else mean
