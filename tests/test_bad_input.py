@@ -45,6 +45,9 @@ def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
         ({"memory_budget": 1, "micro_batch_size": 2}, errors.MemoryBudgetError, "below 1 MiB"),
         ({"on_bad_batch": "drop"}, errors.ConfigurationError, '"skip", "raise" or "ignore"'),
         ({"max_skipped_batches": 0}, errors.ConfigurationError, "max_skipped_batches=0"),
+        ({"regroup": "no"}, errors.ConfigurationError, "True or False"),
+        ({"optimizer": torch.optim.SGD}, errors.ConfigurationError, "one optimizer"),
+        ({"optimizer": []}, errors.ConfigurationError, "one optimizer"),
         ({"collate_fn": 5}, errors.ConfigurationError, "collate_fn=5"),
         ({"layout": {"shared_fields": ["w"]}}, errors.ConfigurationError, "wb.BatchLayout"),
         ({"count": "token"}, errors.ConfigurationError, "count='token' is unknown"),
@@ -72,6 +75,13 @@ def test_a_criterion_is_not_a_loss_function(model: nn.Module, criterion: nn.Modu
 def test_no_loss_function(model: nn.Module) -> None:
     with pytest.raises(errors.LossFormError, match=r"Linear.*Pass loss_fn"):
         wb.GradientAccumulator(model, count="examples")
+
+
+def test_arguments_in_another_order_and_lazy_parameters(model: nn.Module) -> None:
+    with pytest.raises(errors.ConfigurationError, match="first argument must be the model"):
+        wb.GradientAccumulator(loss_fn, model, count="examples")  # type: ignore[arg-type]
+    with pytest.raises(errors.ConfigurationError, match=r"'weight'.*lazy"):
+        wb.GradientAccumulator(nn.LazyLinear(3), loss_fn, count="examples")
 
 
 def untouched(model: nn.Module, call: Callable[[], Any], error: type[Exception], says: str) -> None:
@@ -104,6 +114,7 @@ def untouched(model: nn.Module, call: Callable[[], Any], error: type[Exception],
         (lambda m, b: {"a": wb.LossSum(loss_fn(m, b), 1)}, errors.CountRequiredError, r"terms \['a'\].*count=\{"),
         (lambda m, b: wb.LossSum(m(b["x"]), 1), errors.LossFormError, "0-d"),
         (lambda m, b: wb.LossSum(loss_fn(m, b), torch.ones(2)), errors.LossFormError, "one number"),
+        (lambda m, b: wb.LossSum(loss_fn(m, b) * len(b["x"]), len(b["x"]), {"a": 1.0}), errors.LossFormError, "pair"),
     ],
 )
 def test_a_loss_of_no_known_form(model: nn.Module, batch: Batch, loss: Any, error: type[Exception], says: str) -> None:
@@ -223,6 +234,12 @@ def test_nothing_to_evaluate(model: nn.Module, batch: Batch, call: Any) -> None:
 def test_evaluate_wants_batches(model: nn.Module) -> None:
     accumulator = wb.GradientAccumulator(model, loss_fn, count="examples")
     untouched(model, lambda: accumulator.evaluate(5), errors.BatchLayoutError, "not a int")
+
+
+def test_a_scaler_that_is_none(model: nn.Module, batch: Batch) -> None:
+    accumulator = wb.GradientAccumulator(model, loss_fn, count="examples", micro_batch_size=2)
+    scaler: Any = 1024.0
+    untouched(model, lambda: accumulator.backward(batch, grad_scaler=scaler), errors.ConfigurationError, "GradScaler")
 
 
 @pytest.mark.parametrize("state", [None, {}, {"version": 1}, "state"])

@@ -20,7 +20,7 @@ WIDTH = 96
 EXTRA_OPERATORS_PER_MICRO_BATCH = 3
 """A view of each of the two fields to count in, and a cast of the count."""
 
-EXTRA_OPERATORS_PER_BATCH = 25
+EXTRA_OPERATORS_PER_BATCH = 30
 """Sums of the losses and counts on the device, for the report."""
 
 READS_PER_BATCH = 2

@@ -10,8 +10,9 @@ from torch import nn
 
 from wholebatch.batch.loader import moved_ahead
 from wholebatch.batch.sizing import FixedSize
+from wholebatch.buffers import MovingBuffers
 from wholebatch.cut import CutBatch, Knife, MicroBatch
-from wholebatch.divisor import Divisor, Divisors
+from wholebatch.divisor import Divisor, Divisors, check_shown
 from wholebatch.errors import ConfigurationError, LossFormError, UnsupportedModelError
 from wholebatch.evaluation import Evaluator, batches_of
 from wholebatch.facts import BatchLayout, EvaluationReport, Number, StepReport
@@ -23,7 +24,7 @@ from wholebatch.judgement import Judge, Verdict
 from wholebatch.loss.counting import Count
 from wholebatch.loss.stated import MicroBatchLoss, StatedLoss
 from wholebatch.memory.device import peak_meter
-from wholebatch.options import OnBadBatch, Options, future_state_bytes, trainable_parameters
+from wholebatch.options import OnBadBatch, Options, check_objects, future_state_bytes, trainable_parameters
 from wholebatch.parallel.ranks import refuse_several_ranks
 from wholebatch.suitability import accumulation_hooks, parameters_untouched, refuse_stepping_hooks, refuse_wrappers
 from wholebatch.totals import Totals
@@ -108,6 +109,7 @@ class GradientAccumulator:
             accumulate_in_fp32=accumulate_in_fp32,
             deterministic=deterministic,
         )
+        check_objects(model, optimizer)
         refuse_wrappers(model)
         refuse_several_ranks()
         self.model, self._optimizer = model, optimizer
@@ -119,7 +121,7 @@ class GradientAccumulator:
         self._first_batch = FirstBatch(model, self._loss, self._knife, self._device)
         self._divisors = Divisors(self._loss.counter)
         self._judge = Judge(on_bad_batch, max_skipped_batches)
-        self._meter = peak_meter(self._device)
+        self._meter, self._buffers = peak_meter(self._device), MovingBuffers(model)
         self._watched_hooks: frozenset[int] = frozenset()
 
     def backward(self, batch: Any, grad_scaler: Scaler | None = None) -> StepReport:
@@ -144,10 +146,14 @@ class GradientAccumulator:
         cut = self._knife.cut(batch, self._sizing)
         if cut.unlabelled:
             return self._report(cut, [], self._judge.unlabelled(cut.num_examples), started)
-        with SetAside(parameters) as aside:
+        with SetAside(parameters) as aside, self._buffers as buffers:
             aside.discard()
             self._first_batch.check(batch, cut, parameters)
-            return self._accumulate(cut, parameters, aside, scale_of(grad_scaler, self._device), started)
+            report = self._accumulate(cut, parameters, aside, scale_of(grad_scaler, self._device), started)
+            if report.should_step:
+                buffers.keep()
+                aside.keep()  # the last thing that can fail or be interrupted
+        return report
 
     def _accumulate(
         self,
@@ -179,7 +185,6 @@ class GradientAccumulator:
                 aside.multiply(divisor.correction)
                 sums.multiply(divisor.correction)
             sums.finish()
-            aside.keep()  # the last thing that can fail or be interrupted
         return report
 
     def _stream(self, cut: CutBatch) -> Iterator[tuple[MicroBatch, Any]]:
@@ -208,14 +213,15 @@ class GradientAccumulator:
         """Whether the gradient is to be used; the one host sync of a batch (none with `on_bad_batch="ignore"`)."""
         if self._judge.on_bad_batch == "ignore":
             return self._judge.read_later(totals.usable()), divisor.corrected(totals.counts())
-        losses, counts = totals.read()
-        divisor = divisor.corrected(counts)
-        bad = [micro_batch for micro_batch, loss in zip(ran, losses, strict=True) if not math.isfinite(loss)]
+        reading = totals.read()
+        divisor = divisor.corrected(reading.counts)
+        bad = {place: loss for place, loss in enumerate(reading.losses) if not math.isfinite(loss)}
         if bad:
-            examples = self._first_batch.not_finite_examples(bad)
-            return self._judge.not_finite([loss for loss in losses if not math.isfinite(loss)], examples), divisor
-        self._divisors.check(cut, counts)
-        if not any(counts.values()):
+            examples = self._first_batch.not_finite_examples([ran[place] for place in bad])
+            return self._judge.not_finite(list(bad.values()), examples), divisor
+        self._divisors.check(cut, reading.counts)
+        check_shown(reading.shown, reading.weights)
+        if not any(reading.counts.values()):
             return self._judge.unlabelled(cut.num_examples), divisor
         return self._judge.good(), divisor
 

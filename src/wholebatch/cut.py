@@ -152,7 +152,7 @@ class Knife:
 
 
 def padded_units(batch: Any) -> int:
-    """Padded tokens in a collated batch: elements of the largest integer tensor of `(examples, length)`, or its rows."""
+    """Padded tokens in a collated batch: elements of its largest integer tensor `(examples, length)`, or rows."""
     shapes = [tensor.shape for tensor in tensors(batch) if tensor.ndim >= 1]
     tokens = [t.numel() for t in tensors(batch) if t.ndim == 2 and not t.is_floating_point()]
     return max(tokens or [shape[0] for shape in shapes], default=1)

@@ -1,13 +1,13 @@
 """What each term's sum is divided by: the batch's count, known before the first backward or corrected at the end."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from wholebatch.cut import CutBatch
-from wholebatch.errors import CountError
+from wholebatch.errors import CountError, LossNotAdditiveError
 from wholebatch.facts import Number
 from wholebatch.loss.counting import ONLY, Counter
 
@@ -80,3 +80,27 @@ class Divisors:
                 )
         if not cut.counts and counts.get(ONLY):
             self.units_per_example = counts[ONLY] / cut.num_examples
+
+
+def check_shown(shown: Sequence[float], weights: Sequence[float]) -> None:
+    """Compare the denominators in the graphs of a batch's losses with what the losses are weighted by.
+
+    Args:
+        shown: By micro-batch; empty where they cannot be read.
+        weights: By micro-batch: its count, or 1 for a sum.
+
+    Raises:
+        LossNotAdditiveError: They are not in proportion.
+    """
+    ratios = [denominator / weight for denominator, weight in zip(shown, weights, strict=True) if weight]
+    if not ratios or max(ratios) - min(ratios) <= 1e-5 * max(ratios):
+        return
+    pairs = list(zip(shown, weights, strict=True))[:4]
+    raise LossNotAdditiveError(
+        "the cross-entropy of this batch's micro-batches was divided by "
+        f"{', '.join(f'{denominator:g}' for denominator, _ in pairs)}{' ...' if len(shown) > 4 else ''}, but by count= "
+        f"they weigh {', '.join(f'{weight:g}' for _, weight in pairs)}: not in proportion, so their gradients do not "
+        "add up to the batch's. Some labels are ignored, or weighted, and count= does not know: count what the loss is a "
+        "mean over, with a function of the micro-batch, or return wb.LossSum(sum, count). .grad is as it was; the "
+        "batches before were in proportion."
+    )

@@ -39,6 +39,8 @@ class Options:
             raise ConfigurationError(f'on_bad_batch={self.on_bad_batch!r}: use "skip", "raise" or "ignore"')
         if isinstance(most, bool) or not isinstance(most, int) or most < 1:
             raise ConfigurationError(f"max_skipped_batches={most!r}: it must be a number of batches, at least 1")
+        if not isinstance(self.regroup, bool):
+            raise ConfigurationError(f"regroup={self.regroup!r}: it must be True or False")
         if self.collate_fn is not None and not callable(self.collate_fn):
             raise ConfigurationError(f"collate_fn={self.collate_fn!r} is not callable")
         if self.layout is not None and not isinstance(self.layout, BatchLayout):
@@ -55,6 +57,25 @@ class Options:
         if deterministic:
             return RuleSize(UNITS_CPU if device.type == "cpu" else UNITS_ACCELERATOR)
         return SizeSearch(budget, reserved_bytes, explicit=self.memory_budget != "auto")
+
+
+def check_objects(model: Any, optimizer: Any) -> None:
+    """Raise `ConfigurationError` if these are no model and no optimizer: a class, say, or arguments in another order."""
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(
+            f"the first argument must be the model, an nn.Module, but it is {model!r:.80}: "
+            "GradientAccumulator(model, loss_fn, ...)"
+        )
+    if optimizer is not None and not isinstance(getattr(optimizer, "param_groups", None), list):
+        raise ConfigurationError(
+            f"optimizer={optimizer!r:.80}: it must be one optimizer, with its param_groups (of several, pass the one "
+            "that holds parameters outside the model, or none)"
+        )
+    lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
+    if lazy:
+        raise ConfigurationError(
+            f"the parameters {lazy[:3]} have no shape yet (lazy modules): run the model once on a few examples first"
+        )
 
 
 def trainable_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[nn.Parameter]:

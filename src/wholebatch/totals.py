@@ -2,11 +2,32 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from wholebatch.errors import LossFormError
 from wholebatch.facts import Number
+from wholebatch.loss.counting import ONLY
 from wholebatch.loss.stated import MicroBatchLoss
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What was read of a batch, on the host."""
+
+    losses: Sequence[float]
+    """Of each micro-batch that was run."""
+
+    counts: Mapping[str, float]
+    """The batch's counts that came with the loss, by term."""
+
+    shown: Sequence[float]
+    """The denominators that the graphs of the micro-batches' losses show; empty where any of them shows none."""
+
+    weights: Sequence[float]
+    """What these should be in proportion to."""
 
 
 class Totals:
@@ -19,6 +40,7 @@ class Totals:
         self._weights: dict[str, list[Number]] = defaultdict(list)
         self._counts: dict[str, list[Number]] = defaultdict(list)
         self._metrics: dict[str, list[tuple[Number, Number]]] = defaultdict(list)
+        self._shown: list[torch.Tensor | None] = []
 
     def add(self, loss: MicroBatchLoss) -> None:
         """Add one micro-batch's loss."""
@@ -27,16 +49,21 @@ class Totals:
             self._values[name].append(term.value.detach())
             self._weights[name].append(term.weight)
             self._counts[name].append(term.count)
-        for name, (total, count) in loss.metrics.items():
-            self._metrics[name].append((_detached(total), _detached(count)))
+            self._shown.append(term.shown)
+        for name, pair in loss.metrics.items():
+            self._metrics[name].append(_checked_pair(name, pair))
 
-    def read(self) -> tuple[list[float], dict[str, float]]:
-        """The loss of each micro-batch that was run, and the summed counts by term: one host sync."""
+    def read(self) -> Reading:
+        """What the host has to know to judge the batch: one host sync."""
         values = torch.stack([torch.stack(values) for values in self._values.values()]).sum(dim=0).to(self._device)
         counts = self.counts()
-        read = torch.cat([values.to(next(iter(counts.values())).dtype), *(c.reshape(1) for c in counts.values())])
-        numbers = read.tolist()
-        return numbers[: len(values)], dict(zip(counts, numbers[len(values) :], strict=True))
+        shown = [one for one in self._shown if one is not None]
+        shown = shown if len(shown) == len(self._shown) else []
+        parts = [values, torch.stack(list(counts.values())), *([torch.stack(shown).to(self._device)] if shown else [])]
+        numbers = torch.cat([part.to(parts[1].dtype) for part in parts]).tolist()
+        losses, rest = numbers[: len(values)], numbers[len(values) :]
+        weights = [float(weight) for weight in self._weights.get(ONLY, ())] if shown else []
+        return Reading(losses, dict(zip(counts, rest, strict=False)), rest[len(counts) :], weights)
 
     def counts(self) -> dict[str, torch.Tensor]:
         """The summed counts that came with the loss, by term; 0-d, on the device."""
@@ -79,5 +106,13 @@ class Totals:
         return torch.tensor(numbers, dtype=dtype, device=self._device)
 
 
-def _detached(number: Number) -> Number:
-    return number.detach() if isinstance(number, torch.Tensor) else number
+def _checked_pair(name: str, pair: Any) -> tuple[Number, Number]:
+    """A metric's sum and count, without a graph."""
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(map(_is_number, pair)):
+        raise LossFormError(f"LossSum.metrics[{name!r}] must be a pair of numbers (sum, count), got {pair!r:.80}")
+    total, count = (one.detach() if isinstance(one, torch.Tensor) else float(one) for one in pair)
+    return total, count
+
+
+def _is_number(one: Any) -> bool:
+    return one.numel() == 1 if isinstance(one, torch.Tensor) else hasattr(one, "__float__")

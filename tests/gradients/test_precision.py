@@ -1,5 +1,6 @@
 """Autocast, GradScaler and low-precision parameters: what the batch's gradient is worth, and the same skips."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -173,31 +174,45 @@ def test_optimizers_take_gradients_that_were_summed_in_fp32(sparse: bool) -> Non
 # ---- Autocast ----
 
 
-@pytest.mark.parametrize("where", ["round backward", "in loss_fn"])
+def in_autocast(model: nn.Module, batch: Batch) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return loss_fn(model, batch)
+
+
+def two_updates(backward: Callable[[nn.Module, Batch], Any]) -> list[torch.Tensor]:
+    """The parameters after two updates, the second with weights that must be cast anew."""
+    torch.manual_seed(2)
+    model, batches = network(), [batch_of(7), batch_of(7)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for batch in batches:
+        backward(model, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def loop_by_hand(model: nn.Module, batch: Batch) -> None:
+    start = 0
+    for size in (2, 2, 2, 1):
+        part = {name: field[start : start + size] for name, field in batch.items()}
+        (in_autocast(model, part) * (size / 7)).backward()
+        start += size
+
+
+@pytest.mark.parametrize("where", ["round backward", "in loss_fn", "round the training loop"])
 def test_autocast_gives_bitwise_what_the_loop_by_hand_gives(where: str) -> None:
     """The caller's autocast, or one that loss_fn enters: at the same cut, the loop by hand to the last bit."""
-    model, batch = network(), batch_of(7)
 
-    def inside(model: nn.Module, batch: Batch) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return loss_fn(model, batch)
-
-    for _ in range(2):  # also where the weights that autocast has cast are those of another call
-        start, parts = 0, (2, 2, 2, 1)
-        for size in parts:
-            part = {name: field[start : start + size] for name, field in batch.items()}
-            (inside(model, part) * (size / 7)).backward()
-            start += size
-        right = copied_gradients(model)
-        model.zero_grad()
-        accumulator = wb.GradientAccumulator(
-            model, inside if where == "in loss_fn" else loss_fn, count="examples", micro_batch_size=2
-        )
+    def accumulated(model: nn.Module, batch: Batch) -> None:
+        stated = in_autocast if where == "in loss_fn" else loss_fn
+        accumulator = wb.GradientAccumulator(model, stated, count="examples", micro_batch_size=2)
         with torch.autocast("cpu", torch.bfloat16, enabled=where != "in loss_fn"):
             accumulator.backward(batch)
-        assert all(map(torch.equal, copied_gradients(model), right))  # type: ignore[arg-type]
-        torch.optim.SGD(model.parameters(), lr=0.5).step()
-        model.zero_grad()
+
+    right = two_updates(loop_by_hand)
+    with torch.autocast("cpu", torch.bfloat16, enabled=where == "round the training loop"):
+        found = two_updates(accumulated)
+    assert all(map(torch.equal, found, right))
 
 
 def test_autocast_is_off_in_backward_and_as_before_afterwards() -> None:

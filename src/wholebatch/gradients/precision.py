@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from wholebatch.errors import ConfigurationError
 from wholebatch.facts import Number
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -67,9 +68,9 @@ def scale_of(grad_scaler: Scaler | None, device: torch.device) -> torch.Tensor |
     """The scale of this batch, read once so that all its micro-batches have the same; None without a scaler."""
     if grad_scaler is None:
         return None
-    scale = grad_scaler.scale(torch.ones((), device=device))
-    if not isinstance(scale, torch.Tensor):
-        raise TypeError(f"grad_scaler.scale returned {type(scale).__name__}, not a tensor")
+    if not callable(getattr(grad_scaler, "scale", None)):
+        raise ConfigurationError(f"grad_scaler={grad_scaler!r:.80}: it must be a torch.amp.GradScaler")
+    scale: torch.Tensor = grad_scaler.scale(torch.ones((), device=device))
     return scale
 
 

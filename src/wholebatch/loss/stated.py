@@ -17,6 +17,7 @@ from wholebatch.errors import CountRequiredError, LossFormError, ScalarWithoutCo
 from wholebatch.facts import LossSum, Number
 from wholebatch.loss.counting import ONLY, Count, Counter
 from wholebatch.loss.hugging_face import forward_loss, hugging_face_model, own_count
+from wholebatch.loss.shown import shown_denominator
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,9 @@ class Term:
 
     count: Number
     """The units in this micro-batch."""
+
+    shown: torch.Tensor | None = None
+    """The denominator that the loss's own graph shows, 0-d and not read (`shown_denominator`)."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ class StatedLoss:
         if counts.keys() != {ONLY}:
             raise LossFormError(f"count= names the terms {sorted(counts)}, but loss_fn returned one scalar")
         weight = 1.0 if self.counter.summed else counts[ONLY]
-        return MicroBatchLoss({ONLY: Term(_wide(loss), weight, counts[ONLY])})
+        return MicroBatchLoss({ONLY: Term(_wide(loss), weight, counts[ONLY], shown_denominator(loss))})
 
     def _read_per_example(self, loss: torch.Tensor) -> MicroBatchLoss:
         if self.counter.stated not in (None, "examples"):
