@@ -60,7 +60,7 @@ class Options:
 
 
 def check_objects(model: Any, optimizer: Any) -> None:
-    """Raise `ConfigurationError` if these are no model and no optimizer: a class, say, or arguments in another order."""
+    """Raise `ConfigurationError` if these are no model and no optimizer: a class, or arguments in another order."""
     if not isinstance(model, nn.Module):
         raise ConfigurationError(
             f"the first argument must be the model, an nn.Module, but it is {model!r:.80}: "
@@ -68,7 +68,7 @@ def check_objects(model: Any, optimizer: Any) -> None:
         )
     if optimizer is not None and not isinstance(getattr(optimizer, "param_groups", None), list):
         raise ConfigurationError(
-            f"optimizer={optimizer!r:.80}: it must be one optimizer, with its param_groups (of several, pass the one "
+            f"optimizer={optimizer!r:.80}: it must be one optimizer with its param_groups (of several, the one "
             "that holds parameters outside the model, or none)"
         )
     lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
