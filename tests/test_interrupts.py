@@ -110,7 +110,7 @@ def to_interrupt_at(places: list[Place], every: int) -> list[int]:
 )
 @pytest.mark.parametrize(
     ("first", "gradients_before", "every"),
-    [(False, False, 2), (False, True, 2), (True, False, 23), (True, True, 23)],
+    [(False, False, 4), (False, True, 3), (True, False, 31), (True, True, 31)],
     ids=["later batch", "later batch, with gradients from before", "first batch", "first batch, with gradients"],
 )
 def test_ctrl_c_at_any_line_never_leaves_part_of_a_batch(first: bool, gradients_before: bool, every: int) -> None:
