@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import wholebatch as wb
 
 WIDTH = 96
-EXTRA_OPERATORS_PER_MICRO_BATCH = 3
-"""A view of each of the two fields to count in, and a cast of the count."""
+EXTRA_OPERATORS_PER_MICRO_BATCH = 4
+"""A view of each of the two fields to count in, a cast of the count, and the look at the loss's denominator."""
 
 EXTRA_OPERATORS_PER_BATCH = 30
 """Sums of the losses and counts on the device, for the report."""

@@ -97,7 +97,7 @@ def check_shown(shown: Sequence[float], weights: Sequence[float]) -> None:
         return
     pairs = list(zip(shown, weights, strict=True))[:4]
     raise LossNotAdditiveError(
-        "the cross-entropy of this batch's micro-batches was divided by "
+        "the losses of this batch's micro-batches were divided by "
         f"{', '.join(f'{denominator:g}' for denominator, _ in pairs)}{' ...' if len(shown) > 4 else ''}, but by count= "
         f"they weigh {', '.join(f'{weight:g}' for _, weight in pairs)}: not in proportion, so their gradients do not "
         "add up to the batch's. Some labels are ignored, or weighted, and count= does not know: count what the loss is "

@@ -6,6 +6,7 @@ again on later ones where the examples of the first were too much alike, or its 
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -25,18 +26,20 @@ from wholebatch.errors import (
 )
 from wholebatch.evidence import Witness
 from wholebatch.gradients.precision import one_autocast
-from wholebatch.loss.advice import refusal, refusal_apart, seed_ignored, suggestion, suggestion_apart
+from wholebatch.loss.advice import not_linear, refusal, refusal_apart, seed_ignored, suggestion, suggestion_apart
 from wholebatch.loss.counting import ONLY
 from wholebatch.loss.hugging_face import hugging_face_model, own_count
 from wholebatch.loss.measured import FRACTION_BITS
-from wholebatch.loss.stated import StatedLoss
+from wholebatch.loss.stated import MicroBatchLoss, StatedLoss
+from wholebatch.loss.suggested import read_head
 from wholebatch.loss.verified import (
     Evidence,
     Judgement,
     counts_shown,
-    differs,
+    gradient_differs,
     ignores_its_seed,
     judge,
+    loss_differs,
     proportional,
 )
 from wholebatch.memory.device import is_out_of_memory
@@ -92,18 +95,38 @@ class FirstBatch:
         """From the first micro-batch with anything to learn from, forward only."""
         first = next(micro_batch for micro_batch in cut.micro_batches if not micro_batch.unlabelled)
 
-        def form(evaluation: bool) -> str:
+        def forward(evaluation: bool) -> MicroBatchLoss:
             data = map_tensors(lambda tensor: tensor.to(self._device, copy=True), first.data())
             with undisturbed(self._model, self._device, evaluation), torch.enable_grad(), one_autocast(self._device):
                 loss = self._loss(self._model, data, first.counts, first.num_examples)
             refuse_unknown_parameters([term.value for term in loss.terms.values()], parameters)
-            return loss.form
+            return loss
 
         try:
-            return _in_either_mode(form)
+            loss = _in_either_mode(forward)
         except ScalarWithoutCountError as error:
             advice = self._suggestion(batch, cut, parameters)
             raise CountRequiredError(f"{error}. {advice}".rstrip()) from None
+        except Exception as error:
+            if len(cut.micro_batches) > 1 and not is_out_of_memory(error):
+                self._blame_layout(self._chosen(batch, cut, MOST_EXAMPLES), parameters, error)
+            raise
+        if self._model.training and len(cut.micro_batches) > 1:
+            self._warn_of_training_terms(loss, forward)
+        return loss.form
+
+    def _warn_of_training_terms(self, loss: MicroBatchLoss, forward: Callable[[bool], MicroBatchLoss]) -> None:
+        """Warn if the loss has terms in training mode that it lacks in evaluation mode, where it is verified."""
+        with suppress(Exception):  # will show in training itself
+            training = forward(False)
+            heads = [read_head(next(iter(one.terms.values())).value) for one in (loss, training)]
+            before, after = max(heads[0].terms, len(loss.terms)), max(heads[1].terms, len(training.terms))
+            if after > before and heads[0].terms:
+                self._warn(
+                    f"it has {after} terms in training mode, and {before} in evaluation mode, where it is verified "
+                    "since dropout is off there. What only training adds is exact if it is a mean over the same "
+                    "units, and wrong if not (a balance term)"
+                )
 
     def _suggestion(self, batch: Any, cut: CutBatch, parameters: Sequence[nn.Parameter]) -> str:
         """What a scalar loss without a count looks like; nothing where its parts cannot be compared."""
@@ -114,7 +137,7 @@ class FirstBatch:
                 witness = Witness(self._model, summed, self._device, parameters, self._shifted, autocast=True)
                 return suggestion_apart(*witness.apart(sample))
             evidence, witness = self._witnessed(sample, parameters, self._loss.as_sum())
-            if evidence.conclusive and differs(evidence, witness.again(sample)):
+            if evidence.conclusive and loss_differs(evidence, witness.again(sample)):
                 return "It draws random numbers of its own, so nothing can be suggested."
         except Exception:  # noqa: BLE001  advice that cannot be given must not hide the error
             return ""
@@ -182,9 +205,11 @@ class FirstBatch:
         again = witness.again(sample)
         if ignores_its_seed(evidence, again):
             raise LossNotAdditiveError(seed_ignored())
-        if differs(evidence, again):
+        if loss_differs(evidence, again):
             self._give_up("it draws random numbers of its own, so that two evaluations differ")
             return evidence, None
+        if gradient_differs(evidence, again):
+            raise LossNotAdditiveError(not_linear())
         evidence = replace(evidence, noisy=(again, witness.disturbed(sample, evidence.bits)))
         return evidence, judge(evidence)
 
@@ -236,19 +261,23 @@ class FirstBatch:
 
     def _blame_layout(self, sample: Sample, parameters: Sequence[nn.Parameter], error: Exception) -> None:
         """Raise `BatchLayoutError` if the trouble goes away when one field is read in another way."""
+        if sample.collated and self._adds_up(replace(sample, collated=()), parameters):
+            return  # padded alike, the parts add up: it is the padding, not a field
         for path, what, layout, other in sample.other_layouts():
-            try:
-                with warnings.catch_warnings(action="ignore"):  # of shapes that do not fit, say
-                    evidence, _ = self._witnessed(other, parameters, self._loss)
-                # Parts that are given the whole batch add up whatever the loss.
-                holds = evidence.conclusive and judge(evidence).holds and not evidence.uncut
-            except Exception:  # noqa: BLE001  any failure means that this field is not the one
-                continue
-            if holds:
+            if self._adds_up(other, parameters):
                 raise BatchLayoutError(
                     f"the field {path!r} {what} was cut as if it held one row per example, and the loss is wrong then: "
                     f"{type(error).__name__}, {str(error)[:200]!r}. It is right with layout=wb.BatchLayout({layout})."
                 ) from error
+
+    def _adds_up(self, sample: Sample, parameters: Sequence[nn.Parameter]) -> bool:
+        try:
+            with warnings.catch_warnings(action="ignore"):  # of shapes that do not fit, say
+                evidence, _ = self._witnessed(sample, parameters, self._loss)
+            # Parts that are given the whole batch add up whatever the loss.
+            return evidence.conclusive and judge(evidence).holds and not evidence.uncut
+        except Exception:  # noqa: BLE001  any failure means that this reading is not the right one
+            return False
 
     def _give_up(self, why: str) -> None:
         self.verified = True

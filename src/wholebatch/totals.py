@@ -59,7 +59,7 @@ class Totals:
         counts = self.counts()
         shown = [one for one in self._shown if one is not None]
         shown = shown if len(shown) == len(self._shown) else []
-        parts = [values, torch.stack(list(counts.values())), *([torch.stack(shown).to(self._device)] if shown else [])]
+        parts = [values, torch.stack(list(counts.values())), *([self._vector(shown)] if shown else [])]
         numbers = torch.cat([part.to(parts[1].dtype) for part in parts]).tolist()
         losses, rest = numbers[: len(values)], numbers[len(values) :]
         weights = [float(weight) for weight in self._weights.get(ONLY, ())] if shown else []
@@ -100,7 +100,10 @@ class Totals:
     def _vector(self, numbers: Sequence[Number]) -> torch.Tensor:
         """Numbers and 0-d tensors as one vector on the device, in double precision where the device has it."""
         dtype = torch.float32 if self._device.type == "mps" else torch.float64
-        if any(isinstance(number, torch.Tensor) for number in numbers):
+        kinds = {(one.dtype, one.device, one.shape) if isinstance(one, torch.Tensor) else None for one in numbers}
+        if len(kinds) == 1 and kinds != {None}:
+            return torch.stack(list(numbers)).detach().to(self._device, dtype).flatten()  # type: ignore[arg-type]
+        if kinds != {None}:
             parts = [torch.as_tensor(number, device=self._device).detach().reshape(()).to(dtype) for number in numbers]
             return torch.stack(parts)
         return torch.tensor(numbers, dtype=dtype, device=self._device)

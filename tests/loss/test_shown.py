@@ -42,16 +42,38 @@ def test_class_weights_are_shown_also_through_casts_and_views() -> None:
     assert shown.item() == 1 + 2 + 8 + 4
 
 
+MASK = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 0.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("loss", "shown"),
+    [
+        (lambda: (logits()[:, 0] * MASK).sum() / MASK.sum(), 4),
+        (lambda: (logits()[:, 0] * MASK).sum() / (MASK > 0).sum(), 4),
+        (lambda: (logits()[:, 0] * MASK).sum() / MASK.sum().clamp(min=5), 5),
+        (lambda: logits().mean(dim=1).sum() / 6, 6),
+    ],
+    ids=["float mask", "integer count", "clamped", "number"],
+)
+def test_the_divisor_of_a_sum_is_shown(loss: Any, shown: float) -> None:
+    found = shown_denominator(loss())
+    assert found is not None
+    assert found.item() == shown
+
+
 @pytest.mark.parametrize(
     "loss",
     [
         lambda: F.cross_entropy(logits(), CLASSES, ignore_index=-1, reduction="sum"),
         lambda: 0.5 * F.cross_entropy(logits(), CLASSES, ignore_index=-1),
         lambda: F.cross_entropy(logits().bfloat16(), CLASSES, ignore_index=-1),
+        lambda: F.cross_entropy(logits(), CLASSES, ignore_index=-1) / 8,
+        lambda: (logits()[:, 0] * MASK).mean() / MASK.mean(),
+        lambda: (logits().sum() + 1) / 6,
         lambda: F.mse_loss(logits(), torch.zeros(6, 4, dtype=torch.float64)),
         lambda: logits().detach().sum(),
     ],
-    ids=["sum", "scaled", "rounded", "mse", "no graph"],
+    ids=["sum", "scaled", "rounded", "divided again", "means", "added", "mse", "no graph"],
 )
 def test_other_losses_show_nothing(loss: Any) -> None:
     assert shown_denominator(loss()) is None
@@ -95,6 +117,20 @@ def test_an_unlabelled_example_in_a_later_batch_is_refused(model: nn.Module, cou
     gradient = model.weight.grad
     whole = torch.autograd.grad(ignoring(model, batch(unlabelled=(1, 3, 5, 7))), model.weight)[0]
     torch.testing.assert_close(gradient, whole, rtol=0, atol=1e-12)
+
+
+def masked(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The same by hand; one where nothing is labelled."""
+    kept = (batch["y"] >= 0).double()
+    losses = F.cross_entropy(model(batch["x"]), batch["y"].clamp(min=0), reduction="none")
+    return (losses * kept).sum() / kept.sum().clamp(min=1)
+
+
+def test_masks_in_loss_fn_are_seen_too(model: nn.Module) -> None:
+    accumulator = wb.GradientAccumulator(model, masked, count="examples", micro_batch_size=2)
+    accumulator.backward(batch())
+    with pytest.raises(LossNotAdditiveError, match=r"divided by 2, 1, 2, 2"):
+        accumulator.backward(batch(unlabelled=(3,)))
 
 
 def test_the_right_count_is_never_refused(model: nn.Module) -> None:

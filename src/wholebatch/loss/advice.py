@@ -47,6 +47,16 @@ def seed_ignored() -> str:
     )
 
 
+def not_linear() -> str:
+    """Why a loss is refused whose gradient is no multiple of what the backward starts from."""
+    return (
+        "the loss is the same each time, but its gradient does not grow in proportion to what backward starts from: "
+        "a hook on a parameter or a tensor changes it (clamps it, adds to it), or a custom autograd Function does. A "
+        "hook sees each micro-batch's gradient, not the batch's. Do it to .grad after backward has returned. "
+        "Nothing was changed."
+    )
+
+
 def _said(stated: str | None) -> str:
     if stated in (None, "function"):
         return "your count function"

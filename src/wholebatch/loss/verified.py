@@ -96,6 +96,14 @@ class Evidence:
         )
 
     @property
+    def void(self) -> bool:
+        """Whether one of the pieces has neither loss nor gradient: nothing was selected in it, or masked out of all.
+
+        A plain sum then fits whatever the rule is, and so may others.
+        """
+        return any(not any(piece.losses.values()) and not bool(piece.gradient.any()) for piece in self.pieces)
+
+    @property
     def uncut(self) -> bool:
         """Whether each piece has the very loss of the union, as where nothing that matters is cut."""
         own = [[m.losses[name] / (m.factors[name] or 1.0) for name in m.losses] for m in (self.union, *self.pieces)]
@@ -214,6 +222,8 @@ def judge(evidence: Evidence) -> Judgement:
         return Judgement(found.holds, found, untold=untold, undecided=evidence.blank)
     others = {name: shares for name, shares in evidence.rival_shares.items() if not same(shares, stated)}
     fitting = [name for name, shares in others.items() if _statable(name, evidence) and gap(evidence, shares).holds]
+    if evidence.void:
+        fitting = []
     shown = shares_shown(evidence)
     if shown is not None and gap(evidence, shown).holds:
         by_graph = [name for name in fitting if same(shown, others[name], _EXACT)]
@@ -223,7 +233,8 @@ def judge(evidence: Evidence) -> Judgement:
         fitting = []
     if not found.holds:
         return Judgement(False, found, fitting)
-    return Judgement(True, found, untold=_untold(evidence, stated), undecided=bool(set(fitting) & set(NAMED)))
+    undecided = evidence.void or bool(set(fitting) & set(NAMED))
+    return Judgement(True, found, untold=_untold(evidence, stated), undecided=undecided)
 
 
 def fitting_counts(evidence: Evidence) -> list[str]:
@@ -231,7 +242,7 @@ def fitting_counts(evidence: Evidence) -> list[str]:
 
     The one that its graph shows; else all that the figures allow, the common ones alone where there are such.
     """
-    every = evidence.rival_shares
+    every = {} if evidence.void else evidence.rival_shares
     fitting = [name for name in every if _statable(name, evidence) and gap(evidence, every[name]).holds]
     totals = {name: sum(evidence.rivals[name].counts) if name in evidence.rivals else 1.0 for name in fitting}
     shown = suggest_count(evidence.union.head, {name: totals[name] for name in fitting if name in NAMED})
@@ -276,13 +287,18 @@ def ignores_its_seed(evidence: Evidence, again: Measured) -> bool:
     return bool(((size > 0) & moved & fixed).any())
 
 
-def differs(evidence: Evidence, again: Measured) -> bool:
-    """Whether the union, measured again, is another by more than rounding."""
-    union, sizes = evidence.union, _sizes(evidence, 1.0, [1.0] * len(evidence.pieces))
-    for name, value in union.losses.items():
+def loss_differs(evidence: Evidence, again: Measured) -> bool:
+    """Whether the union's loss, measured again, is another by more than rounding: it draws random numbers."""
+    for name, value in evidence.union.losses.items():
         size = max(abs(value), *(abs(piece.losses[name]) for piece in evidence.pieces))
         if abs(again.losses[name] - value) > evidence.tolerance * size:
             return True
+    return False
+
+
+def gradient_differs(evidence: Evidence, again: Measured) -> bool:
+    """Whether the union's gradient, measured again and divided by its seed, is another by more than rounding."""
+    union, sizes = evidence.union, _sizes(evidence, 1.0, [1.0] * len(evidence.pieces))
     moved = _rms(again.gradient - union.gradient, union.places) / sizes
     return bool((moved > evidence.tolerance).any())
 
