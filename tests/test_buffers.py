@@ -82,3 +82,32 @@ def test_buffers_that_stay_are_not_copied_again() -> None:
     moving = accumulator._buffers._moving
     assert moving is not None
     assert {id(buffer) for buffer in moving} == {id(buffer) for buffer in model[0].buffers()}
+
+
+class Averaging(nn.Module):
+    """Keeps a moving average of its inputs, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("average", torch.zeros(3))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.average.lerp_(x.mean(dim=0), 0.1)
+            self.calls += 1
+        return self.linear(x)
+
+
+def test_other_buffers_that_move_are_named_once() -> None:
+    """A moving average moves once per micro-batch; a counter adds up, and is not named."""
+    accumulator = wb.GradientAccumulator(Averaging(), loss_fn, count="examples", micro_batch_size=2)
+    with pytest.warns(BatchStatisticsWarning, match=r"the forward moves the buffers average, and"):
+        accumulator.backward(made())
+    accumulator.backward(made())
+
+
+def test_in_a_single_micro_batch_they_move_as_in_one_pass() -> None:
+    accumulator = wb.GradientAccumulator(Averaging(), loss_fn, count="examples", micro_batch_size=8)
+    accumulator.backward(made())

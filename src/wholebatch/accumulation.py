@@ -151,7 +151,7 @@ class GradientAccumulator:
             self._first_batch.check(batch, cut, parameters)
             report = self._accumulate(cut, parameters, aside, scale_of(grad_scaler, self._device), started)
             if report.should_step:
-                buffers.keep()
+                buffers.keep(report.gradient_accumulation_steps)
                 aside.keep()  # the last thing that can fail or be interrupted
         return report
 

@@ -4,10 +4,14 @@ Running statistics move in every forward. If a batch is skipped because its inpu
 for good, although `.grad` and the parameters are as before.
 """
 
+import warnings
 from types import TracebackType
 
 import torch
 from torch import nn
+
+from wholebatch.errors import BatchStatisticsWarning
+from wholebatch.suitability import tracks_the_batch
 
 
 class MovingBuffers:
@@ -21,7 +25,7 @@ class MovingBuffers:
         self._model = model
         self._moving: list[torch.Tensor] | None = None
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._keep = False
+        self._keep, self._steps = False, 1
 
     def __enter__(self) -> "MovingBuffers":
         watched = list(self._model.buffers()) if self._moving is None else self._moving
@@ -29,9 +33,9 @@ class MovingBuffers:
         self._keep = False
         return self
 
-    def keep(self) -> None:
-        """The batch is good: leave the buffers where its forward passes have moved them."""
-        self._keep = True
+    def keep(self, steps: int) -> None:
+        """The batch is good: leave the buffers where the forward passes of its `steps` micro-batches moved them."""
+        self._keep, self._steps = True, steps
 
     @torch.no_grad()
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -41,3 +45,24 @@ class MovingBuffers:
                 buffer.copy_(values)
         elif self._moving is None:
             self._moving = [buffer for buffer, values in before if not torch.equal(buffer, values)]
+            if self._steps > 1:
+                self._warn({id(buffer) for buffer in self._moving if buffer.is_floating_point()})
+
+    def _warn(self, moving: set[int]) -> None:
+        """Of buffers other than batch statistics, which have a warning of their own; counters add up all the same."""
+        names = [
+            f"{name}.{own}".lstrip(".")
+            for name, module in self._model.named_modules()
+            if not tracks_the_batch(module)
+            for own, buffer in module.named_buffers(recurse=False)
+            if id(buffer) in moving
+        ]
+        if names:
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            warnings.warn(
+                f"the forward moves the buffers {shown}, and it runs once per micro-batch. Not exact: whatever depends "
+                "on them (a running mean, a moving average, the vectors of a spectral norm). Exact: everything else. "
+                "Way out: move them once per batch, after backward.",
+                BatchStatisticsWarning,
+                stacklevel=3,
+            )

@@ -79,11 +79,12 @@ def batch_statistics(model: nn.Module) -> list[str]:
     return [
         f"{name or 'the model itself'} ({type(module).__name__})"
         for name, module in model.named_modules()
-        if module.training and _tracks_the_batch(module)
+        if module.training and tracks_the_batch(module)
     ]
 
 
-def _tracks_the_batch(module: nn.Module) -> bool:
+def tracks_the_batch(module: nn.Module) -> bool:
+    """Whether a module uses, or keeps, the statistics of the batch it sees."""
     if isinstance(module, nn.modules.instancenorm._InstanceNorm):
         return module.track_running_stats
     return isinstance(module, nn.modules.batchnorm._BatchNorm)
