@@ -29,7 +29,7 @@ class Stepper:
         self.optimizer.zero_grad()
 
     def step_now(self, parameter: nn.Parameter) -> None:
-        self(parameter)
+        self.optimizer.step()
 
 
 def in_a_table(model: "Chain", optimizer: torch.optim.Optimizer) -> None:
@@ -116,6 +116,17 @@ def test_fs4_step_per_micro_batch(way: str, when: str) -> None:
     assert [parameter.item() for parameter in model.parameters()] == [1.0, 1.0]
     assert [parameter.grad for parameter in model.parameters()] == [None, None]
     assert len(optimizer.state) == 0
+
+
+@pytest.mark.parametrize("way", ["lambda", "partial", "callable object", "method", "table", "by hand"])
+def test_fs4_refused_before_the_first_backward(way: str) -> None:
+    """Hooks that step after each accumulated gradient are told by what they reach, before the model is run at all."""
+    model, runs = Chain(), []
+    WAYS[way](model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model.register_forward_pre_hook(lambda *_: runs.append(1))
+    with pytest.raises(UnsupportedModelError, match="post-accumulate-grad hook"):
+        accumulator(model).backward(AB)
+    assert runs == []
 
 
 def test_fs4_hooks_that_only_look_are_allowed() -> None:

@@ -172,8 +172,9 @@ def test_wn8_zero_grad_in_a_hook_is_refused(place: str) -> None:
     assert model.second.w.grad is None
 
 
-def test_wn8_a_backward_in_the_loss_is_refused() -> None:
-    """A loss that is differentiated by `loss_fn` too would count twice."""
+@pytest.mark.parametrize("size", [1, 2])
+def test_wn8_a_backward_in_the_loss_is_refused(size: int) -> None:
+    """A loss that is differentiated by `loss_fn` too would count twice, also where the batch is not cut."""
 
     def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
         loss = masked_mean(model, batch)
@@ -182,7 +183,7 @@ def test_wn8_a_backward_in_the_loss_is_refused() -> None:
 
     model = Lin()
     with pytest.raises(UnsupportedModelError, match=r"backward\(\)"):
-        accumulator(model, (loss_fn, "tokens")).backward(AB)
+        accumulator(model, (loss_fn, "tokens"), size).backward(AB)
     assert model.w.grad is None
 
 
