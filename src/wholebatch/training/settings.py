@@ -27,7 +27,7 @@ class TrainingSettings:
     """Memory that the process (on a GPU: the device) may use: bytes, a size such as 6GiB, a fraction such as 0.9, or
     auto."""
 
-    max_steps: int = 180
+    max_steps: int = 150
     """Updates."""
 
     learning_rate: float = 6e-3
