@@ -149,6 +149,7 @@ class GradientAccumulator:
         with SetAside(parameters) as aside, self._buffers as buffers:
             aside.discard()
             self._first_batch.check(batch, cut, parameters)
+            aside.discard()  # what a loss_fn that calls backward itself has left there
             report = self._accumulate(cut, parameters, aside, scale_of(grad_scaler, self._device), started)
             if report.should_step:
                 buffers.keep(report.gradient_accumulation_steps)

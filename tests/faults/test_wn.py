@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import wholebatch as wb
-from lin import AB, EXACT, FORMS, Batch, Lin, accumulator, batches, collated, examples, masked_mean, rows
+from lin import AB, EXACT, FORMS, Batch, Lin, accumulator, batches, collated, examples, masked_mean, num_tokens, rows
 from wholebatch.errors import UnsupportedModelError
 
 pytestmark = pytest.mark.smoke
@@ -185,6 +185,21 @@ def test_wn8_a_backward_in_the_loss_is_refused(size: int) -> None:
     with pytest.raises(UnsupportedModelError, match=r"backward\(\)"):
         accumulator(model, (loss_fn, "tokens"), size).backward(AB)
     assert model.w.grad is None
+
+
+@pytest.mark.parametrize("form", [(None, "tokens"), (None, None)], ids=["mean", "sum and count"])
+def test_wn8_a_backward_in_evaluation_adds_nothing(form: Any) -> None:
+    """A loss that differentiates in evaluation mode, in which the first batch is checked, leaves nothing behind."""
+
+    def loss_fn(model: nn.Module, batch: Batch) -> Any:
+        loss = masked_mean(model, batch)
+        if not model.training:
+            loss.backward(retain_graph=True)
+        return loss if form[1] else wb.LossSum(loss * num_tokens(batch), num_tokens(batch))
+
+    model = Lin()
+    accumulator(model, (loss_fn, form[1])).backward(AB)
+    assert model.w.grad.item() == pytest.approx(4.0, rel=EXACT)
 
 
 def test_wn8_zero_grad_in_the_only_micro_batch_loses_nothing() -> None:
