@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
 
@@ -134,3 +135,28 @@ def test_peak_memory_is_that_of_a_micro_batch_whatever_the_batch(
     for small, large in zip(few, many, strict=True):
         assert small > 500_000, "the premise: far more than the few bytes that the report needs of each micro-batch"
         assert abs(large - small) <= 0.02 * small
+
+
+class CheckpointedInTraining(TinyLanguageModel):
+    """Recomputes its blocks in training mode only, as models of Hugging Face do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(6)]
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids)
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False) if self.training else block(hidden)
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("kind", [TinyLanguageModel, CheckpointedInTraining])
+def test_the_check_of_the_first_batch_needs_no_more_memory_than_training(kind: type[nn.Module]) -> None:
+    """Or a micro-batch that fits would run out of memory at the start."""
+    model, batch = kind(), batch_of(64)
+    accumulator = wb.GradientAccumulator(model, mean, count="tokens", micro_batch_size=32)
+    first = peak_bytes(lambda: accumulator.backward(batch))
+    model.zero_grad()
+    assert first <= 1.02 * peak_bytes(lambda: accumulator.backward(batch))

@@ -30,7 +30,7 @@ from wholebatch.loss.advice import not_linear, refusal, refusal_apart, seed_igno
 from wholebatch.loss.counting import ONLY
 from wholebatch.loss.hugging_face import hugging_face_model, own_count
 from wholebatch.loss.measured import FRACTION_BITS
-from wholebatch.loss.stated import MicroBatchLoss, StatedLoss
+from wholebatch.loss.stated import StatedLoss
 from wholebatch.loss.suggested import read_head
 from wholebatch.loss.verified import (
     Evidence,
@@ -92,18 +92,25 @@ class FirstBatch:
     # ---- The form ----
 
     def _learned_form(self, batch: Any, cut: CutBatch, parameters: Sequence[nn.Parameter]) -> str:
-        """From the first micro-batch with anything to learn from, forward only."""
-        first = next(micro_batch for micro_batch in cut.micro_batches if not micro_batch.unlabelled)
+        """From a few examples with anything to learn from, forward only.
 
-        def forward(evaluation: bool) -> MicroBatchLoss:
-            data = map_tensors(lambda tensor: tensor.to(self._device, copy=True), first.data())
+        In the mode of training first, so that no more memory is needed than for training: checkpoints are off in
+        evaluation mode, as a rule.
+        """
+        parts = (part for m in cut.micro_batches for part in self._knife.split(m, MOST_EXAMPLES))
+        few = next(part for part in parts if not part.unlabelled)
+
+        def looked_at(evaluation: bool) -> tuple[str, int]:
+            """The form, and the number of terms, 0 where it cannot be read; the graph is let go of."""
+            data = map_tensors(lambda tensor: tensor.to(self._device, copy=True), few.data())
             with undisturbed(self._model, self._device, evaluation), torch.enable_grad(), one_autocast(self._device):
-                loss = self._loss(self._model, data, first.counts, first.num_examples)
+                loss = self._loss(self._model, data, few.counts, few.num_examples)
             refuse_unknown_parameters([term.value for term in loss.terms.values()], parameters)
-            return loss
+            head = read_head(next(iter(loss.terms.values())).value)
+            return loss.form, head.terms and max(head.terms, len(loss.terms))
 
         try:
-            loss = _in_either_mode(forward)
+            form, terms = looked_at(False)
         except ScalarWithoutCountError as error:
             advice = self._suggestion(batch, cut, parameters)
             raise CountRequiredError(f"{error}. {advice}".rstrip()) from None
@@ -112,18 +119,16 @@ class FirstBatch:
                 self._blame_layout(self._chosen(batch, cut, MOST_EXAMPLES), parameters, error)
             raise
         if self._model.training and len(cut.micro_batches) > 1:
-            self._warn_of_training_terms(loss, forward)
-        return loss.form
+            self._warn_of_training_terms(terms, looked_at)
+        return form
 
-    def _warn_of_training_terms(self, loss: MicroBatchLoss, forward: Callable[[bool], MicroBatchLoss]) -> None:
+    def _warn_of_training_terms(self, terms: int, looked_at: Callable[[bool], tuple[str, int]]) -> None:
         """Warn if the loss has terms in training mode that it lacks in evaluation mode, where it is verified."""
-        with suppress(Exception):  # will show in training itself
-            training = forward(False)
-            heads = [read_head(next(iter(one.terms.values())).value) for one in (loss, training)]
-            before, after = max(heads[0].terms, len(loss.terms)), max(heads[1].terms, len(training.terms))
-            if after > before and heads[0].terms:
+        with suppress(Exception):  # some models have no loss in evaluation mode
+            _, fewer = looked_at(True)
+            if 0 < fewer < terms:
                 self._warn(
-                    f"it has {after} terms in training mode, and {before} in evaluation mode, where it is verified "
+                    f"it has {terms} terms in training mode, and {fewer} in evaluation mode, where it is verified "
                     "since dropout is off there. What only training adds is exact if it is a mean over the same "
                     "units, and wrong if not (a balance term)"
                 )
