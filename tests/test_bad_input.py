@@ -65,10 +65,13 @@ def test_options_that_cannot_be_right(
     assert isinstance(caught.value, wb.WholeBatchError)
 
 
-@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), nn.MSELoss(reduction="sum"), nn.BCEWithLogitsLoss()])
-def test_a_criterion_is_not_a_loss_function(model: nn.Module, criterion: nn.Module) -> None:
+@pytest.mark.parametrize(
+    "criterion",
+    [nn.CrossEntropyLoss(), nn.MSELoss(reduction="sum"), F.cross_entropy, F.binary_cross_entropy_with_logits],
+)
+def test_a_criterion_is_not_a_loss_function(model: nn.Module, criterion: Any) -> None:
     """The message shows the two lines to write."""
-    with pytest.raises(errors.LossFormError, match=r"def loss_fn\(model, batch\):\n +return nn\."):
+    with pytest.raises(errors.LossFormError, match=r"def loss_fn\(model, batch\):\n +return (nn|F)\."):
         wb.GradientAccumulator(model, criterion, count="examples")
 
 
@@ -178,6 +181,8 @@ def test_labels_that_cannot_be_found(model: nn.Module) -> None:
         ({"x": torch.zeros(5, 3), "size": (1, 2, 3, 4, 5)}, "size"),
         ({"x": torch.zeros(5, 3), "class_weights": torch.zeros(5)}, r"class_weights.*\(5,\)"),
         ({"x": torch.zeros(5, 3), "names": ["a", "b"]}, "names"),
+        ([torch.zeros(5)] * 64, "list of 64 vectors.*collate_fn"),
+        ([torch.zeros(n) for n in (3, 5, 2, 7)], "list of 4 vectors.*collate_fn"),
     ],
 )
 def test_batches_that_cannot_be_cut(model: nn.Module, wrong: Batch, says: str) -> None:

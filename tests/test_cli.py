@@ -46,7 +46,6 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[TrainingSettings]:
     return calls
 
 
-@pytest.mark.xfail(strict=True, reason="importing the package imports torch, until its exports are lazy")
 def test_help_does_not_import_torch() -> None:
     """Help answers at once: neither torch nor transformers is loaded for it."""
     for arguments in (["--help"], ["train", "--help"], ["--version"]):

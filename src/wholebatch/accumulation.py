@@ -17,6 +17,7 @@ from wholebatch.errors import ConfigurationError, LossFormError, UnsupportedMode
 from wholebatch.evaluation import Evaluator, batches_of
 from wholebatch.facts import BatchLayout, EvaluationReport, Number, StepReport
 from wholebatch.first_batch import FirstBatch
+from wholebatch.gradients.hooks import BendingHooks, hooks_on
 from wholebatch.gradients.in_progress import InProgress
 from wholebatch.gradients.precision import Fp32Sums, Scaler, no_autocast, one_autocast, scale_of, share
 from wholebatch.gradients.set_aside import SetAside
@@ -166,9 +167,10 @@ class GradientAccumulator:
     ) -> StepReport:
         ran, totals, divisor = [], Totals(self._device), self._divisors.of(cut, self._first_batch.form)
         sums = Fp32Sums(parameters if self._options.accumulate_in_fp32 else ())
-        in_progress, hooks = InProgress(parameters), accumulation_hooks(parameters)
+        in_progress, hooks = InProgress(parameters), accumulation_hooks(parameters) | hooks_on(parameters)
         thorough = not hooks <= self._watched_hooks
-        with one_autocast(self._device), parameters_untouched(aside, parameters, thorough):
+        bending = BendingHooks(parameters if thorough else ())
+        with one_autocast(self._device), parameters_untouched(aside, parameters, thorough), bending:
             for micro_batch, data in self._stream(cut):
                 loss = self._loss(self.model, data, micro_batch.counts, micro_batch.num_examples)
                 with in_progress:

@@ -124,7 +124,8 @@ class Knife:
         if not isinstance(batch, Sequence) or isinstance(batch, (str, bytes)):
             raise BatchLayoutError(
                 f"with collate_fn a batch is a list of examples, but it is a {type(batch).__name__}. "
-                "Let the loader yield lists (collate_fn=list, or wb.whole_batches(..., loader_yields='examples')), "
+                "Let the loader yield lists: DataLoader(dataset, batch_size=..., collate_fn=list), or "
+                "wb.whole_batches(dataset, ..., loader_yields='examples'); "
                 "or leave collate_fn out for batches that are collated already."
             )
         if not batch:

@@ -9,6 +9,7 @@ from torch import nn
 
 from wholebatch.batch.containers import map_tensors
 from wholebatch.candidates import Candidate, candidates
+from wholebatch.gradients.hooks import without_hooks
 from wholebatch.gradients.precision import no_autocast, one_autocast
 from wholebatch.gradients.set_aside import SetAside, gradients_aside
 from wholebatch.loss.counting import ONLY, as_numbers
@@ -101,7 +102,8 @@ class Witness:
             # torch.autograd.grad does not see, or refuses, what is recomputed in a backward inside the backward.
             if any(name.startswith("CheckpointFunctionBackward") for name in graph_nodes(total)):
                 return gradients_aside(total, wanted, self._parameters)
-            return torch.autograd.grad(total, wanted, allow_unused=True)
+            with without_hooks(self._parameters):
+                return torch.autograd.grad(total, wanted, allow_unused=True)
 
     def _rivals(
         self, parts: Sequence[Mapping[str, Candidate]], whole: Mapping[str, Candidate] | None = None

@@ -41,7 +41,8 @@ def _refuse_shortfall(sizing: Sizing) -> None:
     if isinstance(sizing, SizeSearch) and sizing.explicit and (missing := sizing.shortfall_bytes) > 0:
         needed, budget = sizing.budget_bytes + missing, sizing.budget_bytes  # type: ignore[operator]
         raise MemoryBudgetError(
-            f"a micro-batch of one example needs {needed / 2**20:,.0f} MiB (parameters, gradients and the optimizer's "
-            f"future state included), but memory_budget is {budget / 2**20:,.0f} MiB. .grad is as it was. "  # type: ignore[operator]
+            f"a micro-batch of one example needs {needed / 2**20:,.0f} MiB (on a CPU that is the whole process, Python "
+            "and torch included; and the optimizer's future state), but memory_budget is "
+            f"{budget / 2**20:,.0f} MiB. .grad is as it was. "  # type: ignore[operator]
             "What would help: a larger budget, shorter examples, activation checkpointing, or a smaller model."
         )

@@ -48,6 +48,9 @@ from wholebatch.batch.fields import (
 from wholebatch.errors import BatchLayoutError
 from wholebatch.facts import BatchLayout
 
+MOST_FIELDS = 3
+"""A list of more vectors than this is taken for a list of examples, not for the fields of a collated batch."""
+
 
 @dataclass(frozen=True, slots=True)
 class Field:
@@ -324,7 +327,14 @@ def _named(layout: BatchLayout) -> list[str]:
 def _refuse_list_of_examples(batch: Any) -> None:
     if isinstance(batch, BatchPieces):
         raise BatchLayoutError(f"a BatchPieces of {len(batch)} pieces is cut piece by piece, not as one.")
-    if not isinstance(batch, list) or not batch or not is_container(batch[0]):
+    if not isinstance(batch, list) or not batch:
+        return
+    if len(batch) > MOST_FIELDS and all(is_array(item) and item.ndim == 1 for item in batch):
+        raise BatchLayoutError(
+            f"the batch is a list of {len(batch)} vectors: most likely a list of examples. Pass collate_fn to have "
+            "them collated; make it a tuple if each vector is a field that holds one value per example."
+        )
+    if not is_container(batch[0]):
         return
     kinds = {type(item) for item in batch}
     if len(kinds) == 1:

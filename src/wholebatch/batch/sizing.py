@@ -12,8 +12,15 @@ from typing import Any, Protocol
 TOLERANCE = 0.02
 """A size counts as fast as the fastest within this; a doubling that gains less counts as no gain."""
 
-REPEATS = 2
-"""Micro-batches measured of each size; the faster one counts."""
+REPEATS = 3
+"""Micro-batches measured of each size; the fastest counts, since other work on the machine only slows one down."""
+
+DOUBTFUL = 0.8
+"""A size slower than this share of a smaller one is measured three times as often before that is believed: work per
+example hardly ever grows with the size, but a busy machine can slow down every measurement of a size."""
+
+MARGIN = 0.1
+"""Share of the memory left over the base that is not planned with: allocators hold on to more than is in use."""
 
 UNITS_CPU, UNITS_ACCELERATOR = 1024, 16384
 """Padded tokens of a micro-batch under `deterministic`, where timings must not decide. On a CPU 256 to 512 tokens
@@ -156,9 +163,11 @@ class SizeSearch:
         if self.choice is not None:
             return equal_sizes(num_examples, self.choice)
         sizes = [] if self._warm else [1]
-        size = max(self._rates, default=1)
+        size = min(
+            (one for one in self._rates if self._runs[one] < self._wanted(one)), default=max(self._rates, default=1)
+        )
         while sum(sizes) + size <= num_examples:
-            wanted = REPEATS - self._runs.get(size, 0)
+            wanted = self._wanted(size) - self._runs.get(size, 0)
             room = (num_examples - sum(sizes)) // size
             sizes += [size] * max(0, min(wanted, room))
             if room < wanted:
@@ -175,8 +184,8 @@ class SizeSearch:
         if not self._warm:
             self._warm = True
             return
-        if size.bit_count() > 1:  # a rest, or a part of what turned out too large
-            return
+        if size.bit_count() > 1 or self._runs.get(size, 0) >= self._wanted(size):
+            return  # a rest, a part of what turned out too large, or measured often enough
         self._runs[size] = self._runs.get(size, 0) + 1
         self._rates[size] = max(self._rates.get(size, 0.0), units / max(seconds, 1e-9))
         if self._over():
@@ -195,7 +204,12 @@ class SizeSearch:
 
     def _complete(self) -> bool:
         """Whether every size tried so far has been measured often enough."""
-        return bool(self._rates) and all(self._runs[size] >= REPEATS for size in self._rates)
+        return bool(self._rates) and all(self._runs[size] >= self._wanted(size) for size in self._rates)
+
+    def _wanted(self, size: int) -> int:
+        """How many micro-batches of a size are to be measured."""
+        smaller = max((rate for other, rate in self._rates.items() if other < size), default=0.0)
+        return REPEATS if self._rates.get(size, smaller) >= DOUBTFUL * smaller else 3 * REPEATS
 
     def _over(self) -> bool:
         if not self._complete():
@@ -209,7 +223,7 @@ class SizeSearch:
     def _memory_limit(self) -> int | None:
         if self.budget_bytes is None or self._base is None or self._per_example <= 0:
             return None
-        free = self.budget_bytes - self.reserved_bytes - self._base
+        free = (1 - MARGIN) * (self.budget_bytes - self.reserved_bytes - self._base)
         return max(1, int(free / self._per_example))
 
     def state_dict(self) -> dict[str, Any]:

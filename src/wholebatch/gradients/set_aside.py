@@ -9,6 +9,7 @@ from types import FrameType
 import torch
 
 from wholebatch.facts import Number
+from wholebatch.gradients.hooks import without_hooks
 
 _MOMENT_SECONDS = 0.05
 
@@ -90,23 +91,10 @@ def gradients_aside(
     For graphs that `torch.autograd.grad` refuses: a reentrant checkpoint recomputes in a backward of its own, which
     reaches all parameters.
     """
-    with SetAside(parameters) as aside, _without_accumulation_hooks(parameters):
+    with SetAside(parameters) as aside, without_hooks(parameters):
         aside.discard()
         torch.autograd.backward(total)
         return [parameter.grad for parameter in wanted]
-
-
-@contextmanager
-def _without_accumulation_hooks(parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-    every = [hooks for p in parameters if (hooks := getattr(p, "_post_accumulate_grad_hooks", None))]
-    kept = [dict(hooks) for hooks in every]
-    try:
-        for hooks in every:
-            hooks.clear()
-        yield
-    finally:
-        for hooks, before in zip(every, kept, strict=True):
-            hooks.update(before)
 
 
 @contextmanager

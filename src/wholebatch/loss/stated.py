@@ -135,11 +135,14 @@ class StatedLoss:
 
 
 def _loss_function(model: nn.Module, loss_fn: Callable[..., Any] | None) -> Callable[[nn.Module, Any], Any]:
-    if isinstance(loss_fn, nn.modules.loss._Loss):
+    criterion = f"nn.{type(loss_fn).__name__}()" if isinstance(loss_fn, nn.modules.loss._Loss) else None
+    if getattr(loss_fn, "__module__", "") == "torch.nn.functional":
+        criterion = f"F.{getattr(loss_fn, '__name__', '...')}"
+    if criterion is not None:
         raise LossFormError(
-            f"loss_fn=nn.{type(loss_fn).__name__}() is a criterion: it knows neither the model nor the batch. Write\n"
+            f"loss_fn={criterion} is a criterion: it knows neither the model nor the batch. Write\n"
             "    def loss_fn(model, batch):\n"
-            f'        return nn.{type(loss_fn).__name__}()(model(batch["inputs"]), batch["labels"])\n'
+            f'        return {criterion}(model(batch["inputs"]), batch["labels"])\n'
             'and say what it is a mean over: count="examples", or "tokens" where there is one label per token.'
         )
     if loss_fn is None:

@@ -48,8 +48,8 @@ def budget_bytes(budget: str | int | float, device: torch.device) -> int | None:
     size = budget if isinstance(budget, int) else _parse_size(budget)
     if size < MIB:
         raise MemoryBudgetError(
-            f"memory_budget={budget!r} is {size:,} bytes, below 1 MiB. An int is bytes: did you mean a fraction "
-            f'such as 0.9 (a float), or a size with its unit such as "{budget}GiB"?'
+            f"memory_budget={budget!r} is {size:,} bytes, below 1 MiB. Without a unit it is bytes: did you mean a "
+            f'fraction such as 0.9 (a float), or a size with its unit such as "{budget}GiB"?'
         )
     return size
 
@@ -65,7 +65,9 @@ def _parse_size(text: str) -> int:
 
 def _fraction_bytes(fraction: float, device: torch.device) -> int:
     if not 0 < fraction <= 1:
-        raise MemoryBudgetError(f"memory_budget={fraction!r}: a fraction lies in (0, 1]; bytes are an int")
+        raise MemoryBudgetError(
+            f'memory_budget={fraction!r}: a fraction lies in (0, 1]; bytes are an int, and "{fraction:g}GiB" is a size'
+        )
     total = _total_bytes(device)
     if total is None:
         raise MemoryBudgetError(f"memory_budget={fraction!r}: {device} does not tell how much memory it has; use bytes")
