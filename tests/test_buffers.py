@@ -108,6 +108,17 @@ def test_other_buffers_that_move_are_named_once() -> None:
     accumulator.backward(made())
 
 
+@pytest.mark.filterwarnings("error")
+def test_where_warnings_are_errors_that_one_leaves_all_as_it_was() -> None:
+    """Gradients, which were complete by then, and buffers."""
+    model = Averaging()
+    before = state(model)
+    with pytest.raises(BatchStatisticsWarning):
+        wb.GradientAccumulator(model, loss_fn, count="examples", micro_batch_size=2).backward(made())
+    assert [parameter.grad for parameter in model.parameters()] == [None, None]
+    assert all(map(torch.equal, before, state(model)))
+
+
 def test_in_a_single_micro_batch_they_move_as_in_one_pass() -> None:
     accumulator = wb.GradientAccumulator(Averaging(), loss_fn, count="examples", micro_batch_size=8)
     accumulator.backward(made())

@@ -25,7 +25,7 @@ class MovingBuffers:
         self._model = model
         self._moving: list[torch.Tensor] | None = None
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._keep, self._steps = False, 1
+        self._keep = False
 
     def __enter__(self) -> "MovingBuffers":
         watched = list(self._model.buffers()) if self._moving is None else self._moving
@@ -34,8 +34,15 @@ class MovingBuffers:
         return self
 
     def keep(self, steps: int) -> None:
-        """The batch is good: leave the buffers where the forward passes of its `steps` micro-batches moved them."""
-        self._keep, self._steps = True, steps
+        """The batch is good: leave the buffers where the forward passes of its `steps` micro-batches moved them.
+
+        Warns here, where all can still be put back: a warning may be an error.
+        """
+        if self._moving is None:
+            self._moving = [buffer for buffer, values in self._before if not torch.equal(buffer, values)]
+            if steps > 1:
+                self._warn({id(buffer) for buffer in self._moving if buffer.is_floating_point()})
+        self._keep = True
 
     @torch.no_grad()
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -43,10 +50,6 @@ class MovingBuffers:
         if not self._keep:
             for buffer, values in before:
                 buffer.copy_(values)
-        elif self._moving is None:
-            self._moving = [buffer for buffer, values in before if not torch.equal(buffer, values)]
-            if self._steps > 1:
-                self._warn({id(buffer) for buffer in self._moving if buffer.is_floating_point()})
 
     def _warn(self, moving: set[int]) -> None:
         """Of buffers other than batch statistics, which have a warning of their own; counters add up all the same."""
@@ -64,5 +67,5 @@ class MovingBuffers:
                 "on them (a running mean, a moving average, the vectors of a spectral norm). Exact: everything else. "
                 "Way out: move them once per batch, after backward.",
                 BatchStatisticsWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
