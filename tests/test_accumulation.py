@@ -166,13 +166,13 @@ PLACES = [in_loss_fn, in_backward, in_tensor_hook, in_accumulation_hook, in_modu
 
 @pytest.mark.parametrize("form", ["scalar", "count comes with the loss", "fp32 sums"])
 @pytest.mark.parametrize("which", ["none", "some"])
-@pytest.mark.parametrize("at", [1, 4])
+@pytest.mark.parametrize(("first", "at"), [(True, 1), (False, 1), (False, 4)], ids=["first batch", "first", "last"])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 def test_whatever_is_raised_grad_is_as_before_and_the_next_call_is_exact(
-    batch: Batch, place: Any, error: type[BaseException], at: int, which: str, form: str
+    batch: Batch, place: Any, error: type[BaseException], first: bool, at: int, which: str, form: str
 ) -> None:
-    """Of four micro-batches the first or the last fails, in its forward or in the middle of its backward.
+    """The check of a first batch fails, or, later, the first or last of four micro-batches, in forward or in backward.
 
     Then every `.grad` is the tensor that it was, or None, with its old values; and the same call again, as from a
     notebook's cell, gives the exact gradient.
@@ -185,6 +185,9 @@ def test_whatever_is_raised_grad_is_as_before_and_the_next_call_is_exact(
         accumulate = accumulator(model, summed(stated), count=None)
     else:
         accumulate = accumulator(model, stated, accumulate_in_fp32=form == "fp32 sums")
+    if not first:
+        accumulate.backward(batch)
+        model.zero_grad()
     before = with_gradients(model, which)
     tensors = [parameter.grad for parameter in model.parameters()]
 
