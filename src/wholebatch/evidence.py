@@ -1,5 +1,6 @@
 """Evaluates a loss on a few examples, together and in parts, and leaves no trace."""
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -15,10 +16,10 @@ from wholebatch.gradients.set_aside import SetAside, gradients_aside
 from wholebatch.loss.counting import ONLY, as_numbers
 from wholebatch.loss.measured import Measured, Measurer, graph_nodes
 from wholebatch.loss.stated import MicroBatchLoss, StatedLoss
-from wholebatch.loss.verified import AGAIN_SEED, PIECE_SEEDS, UNION_SEED, Evidence, Rival
+from wholebatch.loss.verified import PIECE_SEEDS, UNION_SEED, Evidence, Rival
 from wholebatch.sample import Sample
 from wholebatch.suitability import parameters_untouched
-from wholebatch.undisturbed import last_bits_flipped, reseed, undisturbed
+from wholebatch.undisturbed import draw_once, last_bits_flipped, undisturbed
 
 
 class Witness:
@@ -67,11 +68,11 @@ class Witness:
             pieces = [self._measure(part, size, self._fixed, UNION_SEED) for part, size in pairs]
         return pieces, self._rivals([candidates(part, size, self._shifted) for part, size in pairs])
 
-    def again(self, sample: Sample) -> Measured:
-        """The sample together once more, with another seed of the backward and other random numbers."""
+    def again(self, sample: Sample, seed: float = UNION_SEED) -> Measured:
+        """The sample together once more, with other random numbers, and perhaps from another seed."""
         with self._conditions():
-            reseed()
-            return self._measure(sample.union, sample.num_examples, self._fixed, AGAIN_SEED)
+            draw_once(self._device)
+            return self._measure(sample.union, sample.num_examples, self._fixed, seed)
 
     def disturbed(self, sample: Sample, bits: int) -> Measured:
         """The sample together, with the last of `bits` fraction bits of each parameter flipped."""
@@ -84,7 +85,8 @@ class Witness:
         precise = nullcontext() if self._autocast else no_autocast(self._device)
         with undisturbed(self._model, self._device, self._evaluation), SetAside(self._parameters) as aside:
             aside.discard()
-            with parameters_untouched(aside, [], thorough=False), torch.enable_grad(), precise:
+            quiet = warnings.catch_warnings(action="ignore")  # of odd sizes, say; training gives those that matter
+            with parameters_untouched(aside, [], thorough=False), torch.enable_grad(), precise, quiet:
                 yield
 
     def _measure(self, data: Any, size: int, divisors: Mapping[str, float] | None, seed: float) -> Measured:

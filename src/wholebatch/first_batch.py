@@ -33,6 +33,7 @@ from wholebatch.loss.measured import FRACTION_BITS
 from wholebatch.loss.stated import StatedLoss
 from wholebatch.loss.suggested import read_head
 from wholebatch.loss.verified import (
+    OTHER_SEED,
     Evidence,
     Judgement,
     counts_shown,
@@ -97,7 +98,8 @@ class FirstBatch:
         In the mode of training first, so that no more memory is needed than for training: checkpoints are off in
         evaluation mode, as a rule.
         """
-        parts = (part for m in cut.micro_batches for part in self._knife.split(m, MOST_EXAMPLES))
+        most = MOST_EXAMPLES if len(cut.micro_batches) > 1 else None  # a batch that is not cut is not cut here either
+        parts = (part for m in cut.micro_batches for part in self._knife.split(m, most))
         few = next(part for part in parts if not part.unlabelled)
 
         def looked_at(evaluation: bool) -> tuple[str, int]:
@@ -169,17 +171,23 @@ class FirstBatch:
     def _verify(self, batch: Any, cut: CutBatch, parameters: Sequence[nn.Parameter]) -> None:
         for most in (MOST_EXAMPLES, 2):
             try:
-                return self._verify_with(self._chosen(batch, cut, most), parameters)
+                sample = self._chosen(batch, cut, most)
+                self._verify_with(sample, parameters)
+                if sample.num_examples == 2 and not sample.apart:
+                    self._verify_with(self._chosen(batch, cut, most, alike=True), parameters, also=True)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-        return self._give_up("there was too little memory to evaluate two examples at once")
+            else:
+                return
+        self._give_up("there was too little memory to evaluate two examples at once")
 
-    def _chosen(self, batch: Any, cut: CutBatch, most: int) -> Sample:
+    def _chosen(self, batch: Any, cut: CutBatch, most: int, alike: bool = False) -> Sample:
         with undisturbed(self._model, self._device):  # collators draw random numbers
-            return choose(batch, cut, self._knife, self._shifted, most)
+            return choose(batch, cut, self._knife, self._shifted, most, alike)
 
-    def _verify_with(self, sample: Sample, parameters: Sequence[nn.Parameter]) -> None:
+    def _verify_with(self, sample: Sample, parameters: Sequence[nn.Parameter], also: bool = False) -> None:
+        """Raise if the count does not hold; note what is left to tell, unless another sample has been looked at."""
         if len(sample.parts) < 2:
             return None
         if sample.apart:
@@ -197,7 +205,7 @@ class FirstBatch:
             if not judgement.explained:
                 self._blame_layout(sample, parameters, refused)
             raise refused
-        return self._note(judgement)
+        return None if also else self._note(judgement)
 
     def _judged(self, sample: Sample, parameters: Sequence[nn.Parameter]) -> tuple[Evidence, Judgement | None]:
         """The evidence, and what it says; None if it cannot say anything, now or ever."""
@@ -207,15 +215,15 @@ class FirstBatch:
         judgement = judge(evidence)
         if judgement.holds:
             return evidence, judgement
-        again = witness.again(sample)
-        if ignores_its_seed(evidence, again):
-            raise LossNotAdditiveError(seed_ignored())
-        if loss_differs(evidence, again):
+        if loss_differs(evidence, witness.again(sample)):
             self._give_up("it draws random numbers of its own, so that two evaluations differ")
             return evidence, None
-        if gradient_differs(evidence, again):
+        other = witness.again(sample, OTHER_SEED)
+        if ignores_its_seed(evidence, other):
+            raise LossNotAdditiveError(seed_ignored())
+        evidence = replace(evidence, noisy=(witness.disturbed(sample, evidence.bits),))
+        if gradient_differs(evidence, other):
             raise LossNotAdditiveError(not_linear())
-        evidence = replace(evidence, noisy=(again, witness.disturbed(sample, evidence.bits)))
         return evidence, judge(evidence)
 
     def _witnessed(

@@ -5,6 +5,7 @@ import itertools
 from collections import Counter as Tally
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from wholebatch.batch.layout import Piece
 from wholebatch.candidates import CLASSES, OF_LABELS, candidates
 from wholebatch.cut import CollateFunction, CutBatch, Knife
 from wholebatch.facts import BatchLayout
-from wholebatch.loss.counting import as_numbers
+from wholebatch.loss.counting import IGNORED_LABEL, as_numbers
+from wholebatch.undisturbed import drawn_so_far
 
 LOOKED_AT = 32
 """Examples among which those to check with are chosen."""
@@ -24,7 +26,7 @@ MOST_EXAMPLES = 3
 """Examples of a check, which holds them all at once: one more than a micro-batch of two. With micro-batches of one they
 are two, again one more."""
 
-_COMPARED, _ENOUGH = 6, 0.05
+_COMPARED, _COLLATED, _ENOUGH = 6, 8, 0.05
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,9 @@ class _Row:
         return (*self.counts.values(), *self.stated)
 
 
-def choose(batch: Any, cut: CutBatch, knife: Knife, shifted: bool, most: int = MOST_EXAMPLES) -> Sample:
+def choose(
+    batch: Any, cut: CutBatch, knife: Knife, shifted: bool, most: int = MOST_EXAMPLES, alike: bool = False
+) -> Sample:
     """Choose examples in two parts, one and two of them, whose shares differ most from one way of counting to another.
 
     Args:
@@ -108,17 +112,18 @@ def choose(batch: Any, cut: CutBatch, knife: Knife, shifted: bool, most: int = M
         knife: Which collates and counts.
         shifted: As for `candidates`.
         most: At most so many examples.
+        alike: Choose two of one class instead, since a loss may compare only those with each other.
     """
     layout = knife.layout or BatchLayout()
     if max(micro_batch.num_examples for micro_batch in cut.micro_batches) == 1:
         most = 2
     if knife.collate_fn is not None:
-        return _collated(batch, cut, knife, knife.collate_fn, shifted, most)
+        return _collated(batch, cut, knife, knife.collate_fn, shifted, partial(_parts, most=most, alike=alike))
     piece, source = _largest(cut)
     if piece.num_examples == 1 < len(cut.micro_batches):
         return _apart(cut, knife, shifted)
     places = range(0, piece.num_examples, -(-piece.num_examples // LOOKED_AT))
-    return Sample(source, layout, _parts(_rows(piece, places, 0, knife, shifted), most))
+    return Sample(source, layout, _parts(_rows(piece, places, 0, knife, shifted), most, alike))
 
 
 def _largest(cut: CutBatch) -> tuple[Piece, Any]:
@@ -138,7 +143,7 @@ def _apart(cut: CutBatch, knife: Knife, shifted: bool) -> Sample:
     """Two examples that cannot be put together, as they were padded apart."""
     first = cut.micro_batches[:LOOKED_AT]
     rows = [row for i, m in enumerate(first) for row in _rows(m.piece, range(1), i, knife, shifted)]
-    chosen = [place for part in _parts(rows, most=2) for place in part]
+    chosen = [place for part in _parts(rows, 2, alike=False) for place in part]
     parts = [first[place].data() for place in chosen]
     return Sample(parts, knife.layout or BatchLayout(), [[0]] * len(parts), apart=True, collated=(None, *parts))
 
@@ -153,25 +158,32 @@ def _rows(piece: Piece, places: Sequence[int], offset: int, knife: Knife, shifte
     return rows
 
 
-def _parts(rows: Sequence[_Row], most: int) -> list[list[int]]:
-    """The places of the best parts; a single part where there are no two with anything to learn from."""
+def _parts(rows: Sequence[_Row], most: int, alike: bool) -> list[list[int]]:
+    """The places of the best parts; a single part where there are no two as wanted with anything to learn from."""
     rank, few = _ranked(rows), _different(rows)
-    places = [row.place for row in few]
+    pairs = list(itertools.combinations(few, 2))
     if len(few) == 2 or most == 2:
-        choices = [[[one], [other]] for one, other in itertools.combinations(places, 2)]
+        choices = [[[one], [other]] for one, other in pairs]
     else:
-        pairs = list(itertools.combinations(places, 2))
-        choices = [[[one], list(two)] for one in places for two in pairs if one not in two]
+        choices = [[[one], list(pair)] for one in few for pair in pairs if one not in pair]
+    if alike:
+        choices = [parts for parts in choices if CLASSES in few[0].counts and _share_a_class(parts)]
     best = max(choices, key=rank, default=[])
-    return best if best and rank(best)[0] == 0 else [[max(rows, key=lambda row: sum(row.stated)).place]]
+    if not best or rank(best)[0] < 0:
+        best = [[max(rows, key=lambda row: sum(row.stated))]]
+    return [[row.place for row in part] for part in best]
+
+
+def _share_a_class(parts: Sequence[Sequence[_Row]]) -> bool:
+    first, *others = (row.counts.get(CLASSES) for part in parts for row in part)
+    return first in others
 
 
 def _different(rows: Sequence[_Row]) -> list[_Row]:
-    """A few rows from the lowest counts to the highest, each only once if there are others."""
+    """A few rows from the lowest counts to the highest, each only once, and some more that are like one of them."""
     ordered = sorted(rows, key=_Row.figures)
-    unlike = list({row.figures(): row for row in reversed(ordered)}.values())[::-1]
-    others = _spread([row for row in ordered if row not in unlike], MOST_EXAMPLES)
-    return _spread(unlike, _COMPARED) + (others if len(unlike) < MOST_EXAMPLES else [])
+    unlike = _spread(list({row.figures(): row for row in reversed(ordered)}.values())[::-1], _COMPARED)
+    return unlike + _spread([row for row in ordered if row not in unlike], MOST_EXAMPLES)
 
 
 def _spread(rows: Sequence[_Row], number: int) -> list[_Row]:
@@ -180,35 +192,41 @@ def _spread(rows: Sequence[_Row], number: int) -> list[_Row]:
     return [rows[round(i * last / (number - 1))] for i in range(number)] if last >= number else list(rows)
 
 
-def _ranked(rows: Sequence[_Row]) -> Callable[[list[list[int]]], tuple[float, ...]]:
+def _ranked(rows: Sequence[_Row]) -> Callable[[list[list[_Row]]], tuple[float, ...]]:
     """How well parts tell the candidates apart.
 
-    First, no part of them without any unit of what is stated; then few without any label; then shares far
-    from each other; and where all are alike, examples far from each other, since neighbours are alike in other things.
+    First, no part of them without any unit of what is stated; then few without any label; then two of one class, but
+    not all; then shares far from each other; and where all are alike, examples far from each other, since neighbours
+    are alike in other things.
     """
-    by_place = {row.place: row for row in rows}
     names, stated = set.intersection(*(set(row.counts) for row in rows)), any(row.stated for row in rows)
 
-    def rank(parts: list[list[int]]) -> tuple[float, ...]:
-        empty = [part for part in parts if stated and not any(any(by_place[place].stated) for place in part)]
-        sums = {name: [sum(by_place[place].counts[name] for place in part) for part in parts] for name in names}
+    def rank(parts: list[list[_Row]]) -> tuple[float, ...]:
+        empty = [part for part in parts if stated and not any(any(row.stated) for row in part)]
+        sums = {name: [sum(row.counts[name] for row in part) for part in parts] for name in names}
         shares = [one / (one + other) for one, other in sums.values() if one + other]
         apart = [abs(one - other) for one, other in itertools.combinations(shares, 2)]
-        first, *others = (by_place[place].counts.get(CLASSES) for part in parts for place in part)
+        classes = {row.counts.get(CLASSES) for part in parts for row in part}
+        places = [row.place for part in parts for row in part]
         return (
             -len(empty),
             -sum(1 for name in OF_LABELS for number in sums.get(name, ()) if not number),
+            len(places) > 2 and len(classes) > 1 and _share_a_class(parts),
             sum(min(distance, _ENOUGH) for distance in apart),
-            first in others and len({first, *others}) > 1,
             sum(apart),
-            min(abs(one - other) for one, other in itertools.combinations(itertools.chain(*parts), 2)),
+            min(abs(one - other) for one, other in itertools.combinations(places, 2)),
         )
 
     return rank
 
 
 def _collated(
-    batch: Sequence[Any], cut: CutBatch, knife: Knife, collate_fn: CollateFunction, shifted: bool, most: int
+    batch: Sequence[Any],
+    cut: CutBatch,
+    knife: Knife,
+    collate_fn: CollateFunction,
+    shifted: bool,
+    parts_of: Callable[[Sequence[_Row]], list[list[int]]],
 ) -> Sample:
     """Collate each part by itself, as training does.
 
@@ -222,42 +240,55 @@ def _collated(
         rows += _rows(micro_batch.piece, micro_batch.rows[:LOOKED_AT], micro_batch.offset, knife, shifted)
         if len(rows) >= LOOKED_AT:
             break
-    examples = [[batch[place] for place in part] for part in _parts(rows, most)]
-    union = [example for part in examples for example in part]
-    together = collate(list(union))
-    if _equal(together, collate(list(union))):
-        places = iter(range(len(union)))
-        own_rows = [[next(places) for _ in part] for part in examples]
-        return Sample(together, layout, own_rows, collated=(together, *(collate(part) for part in examples)))
-    largest = max(cut.micro_batches, key=lambda micro_batch: micro_batch.num_examples).piece
-    if largest.num_examples == 1:
-        largest = Piece(together, layout)
-    own = _parts(_rows(largest, range(min(largest.num_examples, LOOKED_AT)), 0, knife, shifted), most)
-    source = largest.take(range(largest.num_examples))
-    cut_only = Sample(source, layout, own)
-    return replace(cut_only, collated=(cut_only.union, *_trimmed(cut_only.union, cut_only.parts)))
+    several = [batch[row.place] for row in _spread(rows, _COLLATED)]
+    whole = _made_at_random(collate, several)
+    if whole is None:
+        examples = [[batch[place] for place in part] for part in parts_of(rows)]
+        places = iter(range(sum(map(len, examples))))
+        together = collate([example for part in examples for example in part])
+        parts = [collate(part) for part in examples]
+        return Sample(
+            together, layout, [[next(places) for _ in part] for part in examples], collated=(together, *parts)
+        )
+    piece = Piece(whole, layout)
+    cut_only = Sample(whole, layout, parts_of(_rows(piece, range(piece.num_examples), 0, knife, shifted)))
+    return replace(cut_only, collated=tuple(_trimmed([cut_only.union, *cut_only.parts], whole)))
 
 
-def _trimmed(union: Any, parts: Sequence[Any]) -> list[Any]:
-    """Each part without the columns that hold padding in all of its rows, as if it had been padded by itself."""
+def _made_at_random(collate: CollateFunction, examples: list[Any]) -> Any:
+    """What a collator makes of the examples if it never makes the same twice, or draws random numbers; else None."""
+    before = drawn_so_far()
+    whole = collate(list(examples))
+    return None if drawn_so_far() == before and _equal(whole, collate(list(examples))) else whole
+
+
+def _trimmed(parts: Sequence[Any], whole: Any) -> list[Any]:
+    """Each part of what was collated without the columns that hold padding in all its rows: as if padded by itself."""
     for from_right in (True, False):
-        if (padding := _padding(union, from_right)) is not None:
+        if (padding := _padding(whole, from_right)) is not None:
             return [_without_padding(part, padding, from_right) for part in parts]
     return list(parts)
 
 
-def _padding(union: Any, from_right: bool) -> list[float] | None:
+def _padding(whole: Any, from_right: bool) -> list[float] | None:
     """What each padded field holds in padding, taken from the row that ends in the longest run of one value.
 
     None if no row is padded on this side, or if it is not plain what would have to be trimmed.
     """
-    fields = _padded_fields(union)
-    runs = [_runs(field if from_right else field.flip(1)) for field in fields]
-    shortest = [min(of_row) for of_row in zip(*runs, strict=True)]
+    fields = [field if from_right else field.flip(1) for field in _padded_fields(whole)]
+    shortest = [min(of_row) for of_row in zip(*map(_runs, fields), strict=True)]
     if len(set(shortest)) < 2:
         return None
     row = shortest.index(max(shortest))
-    return [field[row, -1 if from_right else 0].item() for field in fields]
+    padding = [field[row, -1].item() for field in fields]
+    return padding if all(map(_may_be_padding, fields, padding)) else None
+
+
+def _may_be_padding(field: torch.Tensor, value: float) -> bool:
+    """A mask is 0 there, and labels are left out."""
+    if bool((field == IGNORED_LABEL).any()):
+        return value == IGNORED_LABEL
+    return value == 0 if bool(((field == 0) | (field == 1)).all()) else True
 
 
 def _padded_fields(batch: Any) -> list[torch.Tensor]:
@@ -294,8 +325,8 @@ def _spared(collate_fn: CollateFunction) -> CollateFunction:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    pairs = list(zip(leaves(one), leaves(other), strict=True))
-    return all(_same(a, b) for a, b in pairs)
+    ones, others = list(leaves(one)), list(leaves(other))
+    return len(ones) == len(others) and all(map(_same, ones, others))
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -101,12 +101,22 @@ def same_random_state(device: torch.device) -> Iterator[None]:
             numpy.random.set_state(numpy_state)
 
 
-def reseed(seed: int = 1) -> None:
-    """Other random numbers for all that `same_random_state` keeps."""
-    random.seed(seed)
-    torch.manual_seed(seed)
+def drawn_so_far() -> tuple[object, ...]:
+    """The random state of Python, NumPy (where it is loaded) and torch on the CPU: code that draws moves it."""
+    states: list[object] = [random.getstate(), torch.get_rng_state().tolist()]
     if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed)
+        name, keys, *rest = numpy.random.get_state()
+        states.append((name, keys.tobytes(), *rest))
+    return tuple(states)
+
+
+def draw_once(device: torch.device) -> None:
+    """Move the random state of Python, NumPy and torch on, so that other numbers follow."""
+    random.random()
+    torch.rand(())
+    torch.rand((), device=device)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.random()
 
 
 @contextmanager
