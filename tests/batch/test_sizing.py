@@ -121,6 +121,15 @@ def test_the_search_ends_whatever_the_batch(num_examples: int) -> None:
     assert max(sizes) <= num_examples
 
 
+def test_small_batches_do_not_settle_it_for_large_ones() -> None:
+    """The search goes on where a batch comes that holds the next size."""
+    search = SizeSearch()
+    train(search, 20, 3, lambda size: 100.0 + size)
+    assert search.choice == 2
+    train(search, 20, 64, lambda size: 100.0 + size)
+    assert search.choice == 64
+
+
 def test_rests_are_not_measured() -> None:
     """Sizes that are no power of two come from what is left of a batch."""
     search = SizeSearch()

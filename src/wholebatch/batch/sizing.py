@@ -142,6 +142,9 @@ class SizeSearch:
     choice: int | None = None
     _rates: dict[int, float] = field(default_factory=dict)
     _runs: dict[int, int] = field(default_factory=dict)
+    _capped_at: int = 0
+    """Where the search ended because batches were too small for the next size: the largest such batch; else 0."""
+
     _warm: bool = False
     _base: int | None = None
     _per_example: float = 0.0
@@ -158,8 +161,11 @@ class SizeSearch:
 
     def plan(self, num_examples: int, units: int) -> Sequence[int]:
         """The next sizes to try; what is left over runs at the last of them."""
+        if num_examples > self._capped_at > 0:
+            self.choice, self._capped_at = None, 0  # a batch that is large enough for a larger size has come
         if self.choice is None and self._complete() and 2 * max(self._rates) > num_examples:
-            self._choose()  # the batch is not large enough for a larger size
+            self._choose()
+            self._capped_at = 2 * max(self._rates) - 1
         if self.choice is not None:
             return equal_sizes(num_examples, self.choice)
         sizes = [] if self._warm else [1]
@@ -228,9 +234,9 @@ class SizeSearch:
 
     def state_dict(self) -> dict[str, Any]:
         """The choice, and the measurements it rests on (padded tokens per second by size)."""
-        return {"choice": self.choice, "rates": dict(self._rates)}
+        return {"choice": self.choice, "capped_at": self._capped_at, "rates": dict(self._rates)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over an earlier run's choice; a search that was not over starts again."""
-        self.choice = state["choice"]
+        self.choice, self._capped_at = state["choice"], int(state["capped_at"])
         self._rates = {int(size): float(rate) for size, rate in state["rates"].items()} if self.settled else {}
