@@ -23,8 +23,8 @@ MARGIN = 0.1
 """Share of the memory left over the base that is not planned with: allocators hold on to more than is in use."""
 
 UNITS_CPU, UNITS_ACCELERATOR = 1024, 16384
-"""Padded tokens of a micro-batch under `deterministic`, where timings must not decide. On a CPU 256 to 512 tokens
-reach 97 to 100 % of the best throughput of Transformers of 10 and 42 million parameters."""
+"""Padded tokens of a micro-batch under `deterministic`, where timings must not decide: enough to keep a CPU busy with a
+Transformer of some million parameters, and a multiple of that on an accelerator."""
 
 
 def equal_sizes(num_examples: int, limit: int) -> list[int]:

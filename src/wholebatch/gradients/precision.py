@@ -25,9 +25,9 @@ def one_autocast(device: torch.device) -> Iterator[None]:
     """The caller's autocast state, held open for a whole batch.
 
     Autocast keeps its low-precision copies of the weights until the outermost context is left, so with one context
-    round the batch each weight is cast once instead of once per micro-batch: 2 to 7 % of the time on a CPU, and
-    bitwise the same (docs/how_it_is_exact.md). The same holds for an autocast entered inside `loss_fn`. The copies
-    are dropped before and after, since the optimizer changes the weights in between.
+    round the batch each weight is cast once instead of once per micro-batch, with bitwise the same result. The same
+    holds for an autocast entered inside `loss_fn`. The copies are dropped before and after, since the optimizer changes
+    the weights in between.
     """
     if not torch.amp.is_autocast_available(device.type):
         yield
@@ -77,7 +77,7 @@ def scale_of(grad_scaler: Scaler | None, device: torch.device) -> torch.Tensor |
 def share(loss: torch.Tensor, weight: float, scale: torch.Tensor | None) -> torch.Tensor:
     """A micro-batch's share of the batch's loss: what is differentiated, times the scale of this batch.
 
-    A product, because `backward(gradient=...)` loads torch's symbolic shapes (1.4 s, once) to check the argument.
+    A product, because `backward(gradient=...)` loads torch's symbolic shapes, which takes a second or more, to check it.
     """
     share = loss if weight == 1.0 else loss * weight
     return share if scale is None else share * scale.to(share.device, share.dtype)
