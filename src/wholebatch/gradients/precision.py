@@ -77,7 +77,7 @@ def scale_of(grad_scaler: Scaler | None, device: torch.device) -> torch.Tensor |
 def share(loss: torch.Tensor, weight: float, scale: torch.Tensor | None) -> torch.Tensor:
     """A micro-batch's share of the batch's loss: what is differentiated, times the scale of this batch.
 
-    A product, because `backward(gradient=...)` loads torch's symbolic shapes, which takes a second or more, to check it.
+    A product, because `backward(gradient=...)` loads torch's symbolic shapes, which takes a second, to check it.
     """
     share = loss if weight == 1.0 else loss * weight
     return share if scale is None else share * scale.to(share.device, share.dtype)
