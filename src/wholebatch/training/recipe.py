@@ -40,6 +40,9 @@ def train(settings: TrainingSettings, console: Console) -> RunReport:
             exceeds the memory budget.
     """
     started = time.perf_counter()
+    # A model as small as this gains little from more threads, and loses much where another program holds a core: the
+    # threads wait for each other, spinning.
+    torch.set_num_threads(max(1, torch.get_num_threads() // 2))
     _make_writable(settings.output_dir)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     budget = budget_bytes(settings.memory_budget, device)

@@ -137,7 +137,7 @@ class RunReport:
             "memory budget": f"{mebibytes(self.memory_budget_bytes)}: {verdict}",
             "time": f"{duration(updates.seconds)} for the updates, {duration(self.seconds)} in all",
             "model": f"{self.model}, {self.num_parameters:,} parameters",
-            "device": f"{self.device}, {self.num_threads} CPU threads",
+            "device": f"{self.device}, CPU threads: {self.num_threads}",
             "settings": ", ".join(f"{name} {value}" for name, value in settings.items()),
         }
 
