@@ -21,7 +21,7 @@ CHECK_PYTHON := import sys; sys.exit(None if sys.version_info >= (3, 11) else \
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-6s  %s\n", $$1, $$2}' Makefile
 
-train: $(VENV)/.train  ## install, and train a small Transformer on real text (at most 4 minutes on 2 CPU cores)
+train: $(VENV)/.train  ## install, and train a small Transformer on real text (a few minutes on 2 CPU cores)
 	$(VENV)/bin/wholebatch train $(ARGS)
 
 test: $(VENV)/.test  ## run the tests
