@@ -26,7 +26,7 @@ from wholebatch.errors import (
 )
 from wholebatch.evidence import Witness
 from wholebatch.gradients.precision import one_autocast
-from wholebatch.loss.advice import not_linear, refusal, refusal_apart, seed_ignored, suggestion, suggestion_apart
+from wholebatch.loss.advice import bent, refusal, refusal_apart, seed_ignored, suggestion, suggestion_apart
 from wholebatch.loss.counting import ONLY
 from wholebatch.loss.hugging_face import hugging_face_model, own_count
 from wholebatch.loss.measured import FRACTION_BITS
@@ -37,10 +37,11 @@ from wholebatch.loss.verified import (
     Evidence,
     Judgement,
     counts_shown,
-    gradient_differs,
+    fitting_counts,
     ignores_its_seed,
     judge,
     loss_differs,
+    not_linear,
     proportional,
 )
 from wholebatch.memory.device import is_out_of_memory
@@ -146,6 +147,9 @@ class FirstBatch:
             evidence, witness = self._witnessed(sample, parameters, self._loss.as_sum())
             if evidence.conclusive and loss_differs(evidence, witness.again(sample)):
                 return "It draws random numbers of its own, so nothing can be suggested."
+            if not fitting_counts(evidence):
+                noisy = (witness.disturbed(sample, evidence.bits), witness.again(sample, OTHER_SEED))
+                evidence = replace(evidence, noisy=noisy)
         except Exception:  # noqa: BLE001  advice that cannot be given must not hide the error
             return ""
         return suggestion(evidence)
@@ -222,8 +226,9 @@ class FirstBatch:
         if ignores_its_seed(evidence, other):
             raise LossNotAdditiveError(seed_ignored())
         evidence = replace(evidence, noisy=(witness.disturbed(sample, evidence.bits),))
-        if gradient_differs(evidence, other):
-            raise LossNotAdditiveError(not_linear())
+        if not_linear(evidence, other):
+            raise LossNotAdditiveError(bent())
+        evidence = replace(evidence, noisy=(*evidence.noisy, other))
         return evidence, judge(evidence)
 
     def _witnessed(

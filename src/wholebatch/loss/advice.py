@@ -47,7 +47,7 @@ def seed_ignored() -> str:
     )
 
 
-def not_linear() -> str:
+def bent() -> str:
     """Why a loss is refused whose gradient is no multiple of what the backward starts from."""
     return (
         "the loss is the same each time, but its gradient does not grow in proportion to what backward starts from: "

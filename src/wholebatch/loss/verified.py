@@ -8,8 +8,8 @@ whatever the rule. Gradients tell every rule apart that weighs these pieces diff
 difference, or everything is zero, the denominator in the loss's own graph decides (`suggested`).
 
 A difference that is more than rounding at first sight is judged again against measured noise (`Evidence.noisy`): the
-union with the last bit of each parameter flipped. The union in another order would not do, since a loss that depends
-on the order, and so adds up over no pieces, would excuse itself.
+union with the last bit of each parameter flipped, and differentiated from another seed. The union in another order
+would not do, since a loss that depends on the order, and so adds up over no pieces, would excuse itself.
 """
 
 import math
@@ -65,7 +65,7 @@ class Evidence:
     pieces: Sequence[Measured]
     rivals: Mapping[str, Rival]
     noisy: Sequence[Measured] = ()
-    """The union again, disturbed by no more than rounding: how far it moves is noise."""
+    """The union again, different by no more than rounding: how far it moves is noise."""
 
     @property
     def tolerance(self) -> float:
@@ -246,14 +246,20 @@ def judge(evidence: Evidence) -> Judgement:
 def fitting_counts(evidence: Evidence) -> list[str]:
     """The names of the counts that fit a scalar loss of which none is stated.
 
-    The one that its graph shows; else all that the figures allow, the common ones alone where there are such.
+    Those that its graph shows, if what it shows fits; else all that the figures allow. If one of them is the very
+    denominator in the graph, that alone; else the common ones alone where there are such.
     """
     every = {} if evidence.void else evidence.rival_shares
+    shown = shares_shown(evidence)
+    if shown is not None and gap(evidence, shown).holds:
+        exact = {name: shares for name, shares in every.items() if same(shown, shares, _EXACT)}
+        rounded = max(_EXACT, 4 * 2.0**-evidence.bits)
+        every = exact or {name: shares for name, shares in every.items() if same(shown, shares, rounded)}
     fitting = [name for name in every if _statable(name, evidence) and gap(evidence, every[name]).holds]
     totals = {name: sum(evidence.rivals[name].counts) if name in evidence.rivals else 1.0 for name in fitting}
-    shown = suggest_count(evidence.union.head, {name: totals[name] for name in fitting if name in NAMED})
+    named = suggest_count(evidence.union.head, {name: totals[name] for name in fitting if name in NAMED})
     likely = [name for name in fitting if name in NAMED]
-    return [shown] if shown else likely or fitting
+    return [named] if named else likely or fitting
 
 
 def shares_shown(evidence: Evidence) -> list[float] | None:
@@ -302,13 +308,16 @@ def loss_differs(evidence: Evidence, again: Measured) -> bool:
     return False
 
 
-def gradient_differs(evidence: Evidence, other: Measured) -> bool:
-    """Whether the union's gradient from another seed, divided by it again, is another by more than rounding."""
+def not_linear(evidence: Evidence, other: Measured) -> bool:
+    """Whether the union's gradient from another seed, divided by it again, is another by more than rounding.
+
+    What cancels in a gradient may leave little but rounding, and other seeds round differently. In low precision that
+    hides whatever else there is.
+    """
     scales = [1.0] * len(evidence.pieces)
     moved = _rms(other.gradient - evidence.union.gradient, evidence.union.places) / _sizes(evidence, 1.0, scales)
-    # Seeds round differently, which a low precision shows.
-    tolerance = evidence.tolerance * (1 if evidence.bits >= FRACTION_BITS[torch.float32] else 10)
-    return bool((moved > tolerance + _gradient_noise(evidence, 1.0, scales)).any())
+    told = evidence.bits >= FRACTION_BITS[torch.float32]
+    return told and bool((moved > 10 * evidence.tolerance + _gradient_noise(evidence, 1.0, scales)).any())
 
 
 def same(one: Iterable[float], other: Iterable[float], tolerance: float = 1e-9) -> bool:
