@@ -196,7 +196,8 @@ class GradientAccumulator:
         if not self._sizing.settled:
             yield from on_trial(labelled, self._knife, self._sizing, self._meter, self._device)
             return
-        moved = moved_ahead((micro_batch.data() for micro_batch in labelled), self._device)
+        data = (micro_batch.data() for micro_batch in labelled)
+        moved = data if cut.lies_on(self._device) else moved_ahead(data, self._device)
         for micro_batch in labelled:
             yield micro_batch, next(moved)
 

@@ -64,7 +64,8 @@ def candidates(
         labels = find_labels(batch)
     except CountError:
         labels = None
-    if labels is not None and labels.shape[0] == num_examples:
+    wanted = only is None or any(name in only for name in (CLASSES, *OF_LABELS))
+    if labels is not None and labels.shape[0] == num_examples and wanted:
         name = next((name for name, tensor in fields if tensor is labels), "the labels")
         found |= _of_labels(name, labels, shifted)
     for name, tensor in fields:

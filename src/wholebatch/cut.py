@@ -12,7 +12,7 @@ from wholebatch.batch.layout import BatchPieces, Piece
 from wholebatch.batch.sizing import Sizing
 from wholebatch.errors import BatchLayoutError
 from wholebatch.facts import BatchLayout
-from wholebatch.loss.counting import Counter, as_numbers
+from wholebatch.loss.counting import ONLY, Counter, as_numbers
 
 CollateFunction = Callable[[list[Any]], Any]
 
@@ -67,6 +67,11 @@ class CutBatch:
         first = self.micro_batches[0].counts
         return {term: sum(micro_batch.counts[term] for micro_batch in self.micro_batches) for term in first}
 
+    def lies_on(self, device: torch.device) -> bool:
+        """Whether all of it is on `device`, so that nothing has to be moved."""
+        pieces = {id(micro_batch.piece): micro_batch.piece for micro_batch in self.micro_batches}.values()
+        return all(tensor.device == device for piece in pieces for tensor in tensors(piece.whole))
+
     @property
     def unlabelled(self) -> bool:
         """Whether the batch is known to hold nothing that the loss is a mean over."""
@@ -90,7 +95,7 @@ class Knife:
         """
         pieces = self.pieces(batch, sizing)
         parts = [part for piece, offset in pieces for part in self._parts(piece, offset, sizing)]
-        counts = self.counts(parts)
+        counts = self._row_sums(parts) or self.counts(parts)
         counted = [MicroBatch(p.piece, p.rows, p.offset, c) for p, c in zip(parts, counts, strict=True)]
         return CutBatch(counted, sum(piece.num_examples for piece, _ in pieces))
 
@@ -109,6 +114,21 @@ class Knife:
         """The counts of `parts`, by term, on the host."""
         needs_data = self.counter.needs_data
         return as_numbers([self.counter(part.data() if needs_data else None, part.num_examples) for part in parts])
+
+    def _row_sums(self, parts: Sequence[MicroBatch]) -> list[dict[str, float]] | None:
+        """The counts of `parts` where the rows can be counted by themselves: each piece is looked at once, as a whole.
+
+        None elsewhere: a function of the user's sees micro-batches, and a layout may put labels anywhere.
+        """
+        if self.layout is not None or len(parts) == 1:
+            return None
+        rows: dict[int, Sequence[float]] = {}
+        for piece in {id(part.piece): part.piece for part in parts}.values():
+            counted = self.counter.by_row(piece.whole, piece.num_examples)
+            if counted is None:
+                return None
+            rows[id(piece)] = counted
+        return [{ONLY: float(sum(rows[id(part.piece)][part.rows.start : part.rows.stop]))} for part in parts]
 
     def pieces(self, batch: Any, sizing: Sizing) -> list[tuple[Piece, int]]:
         """The parts of `batch` that are padded together, each with the position of its first example."""
@@ -131,7 +151,7 @@ class Knife:
         if not batch:
             raise BatchLayoutError("the batch is an empty list: there is no example to learn from")
         pieces, start = [], 0
-        for size in sizing.plan(len(batch), max(_example_units(example) for example in batch)):
+        for size in sizing.plan(len(batch), lambda: max(map(_example_units, batch))):
             piece = Piece(collate_fn(list(batch[start : start + size])), self.layout)
             if piece.num_examples != size:
                 raise BatchLayoutError(
@@ -146,7 +166,7 @@ class Knife:
         if self.collate_fn is not None:  # collated in the right size
             return [MicroBatch(piece, range(piece.num_examples), offset, {})]
         parts, start = [], 0
-        for size in sizing.plan(piece.num_examples, padded_units(piece.take(range(1)))):
+        for size in sizing.plan(piece.num_examples, lambda: padded_units(piece.take(range(1)))):
             parts.append(MicroBatch(piece, range(start, start + size), offset, {}))
             start += size
         return parts

@@ -26,9 +26,9 @@ def test_full_sizes_are_the_limit_and_a_rest(num_examples: int, limit: int) -> N
 
 def test_ten_at_four() -> None:
     """The example of the documentation: equal micro-batches, or full ones where the order must stay (WN, CG1)."""
-    assert FixedSize(4).plan(10, 1) == [4, 3, 3]
-    assert FixedSize(4, exact=True).plan(10, 1) == [4, 4, 2]
-    assert FixedSize(64).plan(10, 1) == [10]
+    assert FixedSize(4).plan(10, lambda: 1) == [4, 3, 3]
+    assert FixedSize(4, exact=True).plan(10, lambda: 1) == [4, 4, 2]
+    assert FixedSize(64).plan(10, lambda: 1) == [10]
 
 
 def train(search: SizeSearch, batches: int, num_examples: int, seconds, bytes_per_example: int = 10) -> list[int]:
@@ -36,7 +36,7 @@ def train(search: SizeSearch, batches: int, num_examples: int, seconds, bytes_pe
     ran: list[int] = []
     for _ in range(batches):
         ran = []
-        for planned in search.plan(num_examples, 1):
+        for planned in search.plan(num_examples, lambda: 1):
             left = planned
             while left:
                 size = min(left, search.limit or left)
@@ -100,13 +100,13 @@ def test_a_choice_survives_in_the_state() -> None:
     later = SizeSearch()
     later.load_state_dict(search.state_dict())
     assert later.settled
-    assert later.plan(20, 1) == [7, 7, 6]
+    assert later.plan(20, lambda: 1) == [7, 7, 6]
 
 
 @pytest.mark.parametrize(("units", "size"), [(1, 1024), (128, 8), (100, 8), (1024, 1), (4096, 1)])
 def test_the_rule_size_depends_on_shapes_only(units: int, size: int) -> None:
     rule = RuleSize(target_units=1024)
-    assert sum(rule.plan(1000, units)) == 1000
+    assert sum(rule.plan(1000, lambda: units)) == 1000
     assert rule.size == size
     rule.observe(1, 1, 1e9, None, None)
     assert rule.size == size

@@ -78,6 +78,9 @@ class Piece:
         (10, {'x': tensor([4, 5]), 'id': [4, 5], 'scale': tensor(2.)})
     """
 
+    whole: Any
+    """The batch itself."""
+
     num_examples: int
     """How many examples the batch holds; at least 1."""
 
@@ -94,6 +97,7 @@ class Piece:
         _refuse_list_of_examples(batch)
         self.num_examples = count_examples(batch, layout)
         analysis = _Analysis(batch, layout, self.num_examples)
+        self.whole = batch
         self._cut = analysis.cut(batch, "")
         _check_used(layout, analysis.visited)
         self.fields = tuple(analysis.fields)

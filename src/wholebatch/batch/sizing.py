@@ -5,7 +5,7 @@ is within `TOLERANCE` of the best, not the largest that fits.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -54,8 +54,8 @@ class Sizing(Protocol):
     def limit(self) -> int | None:
         """The most examples a micro-batch may hold from now on; None while it is unknown."""
 
-    def plan(self, num_examples: int, units: int) -> Sequence[int]:
-        """Sizes that sum to `num_examples`. `units` is an example's padded length in tokens, or 1."""
+    def plan(self, num_examples: int, units: Callable[[], int]) -> Sequence[int]:
+        """Sizes that sum to `num_examples`. `units()` is an example's padded length in tokens, or 1."""
 
     def observe(self, size: int, units: int, seconds: float, base_bytes: int | None, peak_bytes: int | None) -> None:
         """What a micro-batch of `size` examples and `units` padded tokens in all took."""
@@ -80,7 +80,7 @@ class FixedSize:
         """The size."""
         return self.size
 
-    def plan(self, num_examples: int, units: int) -> Sequence[int]:
+    def plan(self, num_examples: int, units: Callable[[], int]) -> Sequence[int]:
         """See `Sizing`."""
         return (full_sizes if self.exact else equal_sizes)(num_examples, self.size)
 
@@ -108,10 +108,10 @@ class RuleSize:
         """The size, once a batch has been seen."""
         return self.size
 
-    def plan(self, num_examples: int, units: int) -> Sequence[int]:
+    def plan(self, num_examples: int, units: Callable[[], int]) -> Sequence[int]:
         """See `Sizing`."""
         if self.size is None:
-            self.size = 2 ** max(0, int(math.log2(self.target_units / max(units, 1))))
+            self.size = 2 ** max(0, int(math.log2(self.target_units / max(units(), 1))))
         return equal_sizes(num_examples, self.size)
 
     def observe(self, size: int, units: int, seconds: float, base_bytes: int | None, peak_bytes: int | None) -> None:
@@ -159,7 +159,7 @@ class SizeSearch:
         """The choice; while searching, the largest size that memory allows."""
         return self.choice if self.choice is not None else self._memory_limit()
 
-    def plan(self, num_examples: int, units: int) -> Sequence[int]:
+    def plan(self, num_examples: int, units: Callable[[], int]) -> Sequence[int]:
         """The next sizes to try; what is left over runs at the last of them."""
         if num_examples > self._capped_at > 0:
             self.choice, self._capped_at = None, 0  # a batch that is large enough for a larger size has come

@@ -94,9 +94,13 @@ class Fp32Sums:
         self._parameters = [parameter for parameter in parameters if parameter.dtype in _LOW_PRECISION]
         self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
 
-    @torch.no_grad()
     def add(self) -> None:
         """Move the gradients that a micro-batch has left in `.grad` into the sums."""
+        if self._parameters:
+            self._add()
+
+    @torch.no_grad()
+    def _add(self) -> None:
         for parameter in self._parameters:
             if (gradient := parameter.grad) is None:
                 continue

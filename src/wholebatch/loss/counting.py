@@ -60,6 +60,25 @@ class Counter:
         """The count of each term, unchecked; empty where it comes with the loss."""
         return {term: function(micro_batch, num_examples) for term, function in self._functions.items()}
 
+    def by_row(self, batch: Any, num_examples: int) -> Sequence[float] | None:
+        """The count of each row of `batch` where a micro-batch's count is the sum of its rows'; None where not known.
+
+        Labels on a device are left to `__call__`, so that the counts of a whole batch are waited for once.
+        """
+        if self.name not in ("tokens", "tokens after the shift", "labelled examples"):
+            return None
+        labels = find_labels(batch)
+        plain = labels.layout == torch.strided and not labels.is_nested and labels.device.type == "cpu"
+        if not plain or labels.shape[0] != num_examples:
+            return None
+        if self.name == "labelled examples":
+            per_example = labels.ndim == 1 and not labels.is_floating_point()
+            return (labels != IGNORED_LABEL).tolist() if per_example else [1] * num_examples
+        if labels.ndim < 2:
+            return None
+        counted = labels[..., 1:] if self.name == "tokens after the shift" else labels
+        return (counted != IGNORED_LABEL).flatten(1).sum(1).tolist()
+
 
 def _checked(count: Count | None) -> Count | None:
     if count is None or callable(count) or count in ("examples", "tokens", "sum"):
