@@ -5,6 +5,7 @@ The right values are those of one pass by plain torch, or of the loop written by
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils.data import default_collate
 import wholebatch as wb
 from oracle.one_pass import copied_gradients, distance, gradient_in_one_pass
 from wholebatch.batch.layout import BatchPieces
-from wholebatch.errors import BatchStatisticsWarning, UnsupportedModelError
+from wholebatch.errors import BatchStatisticsWarning, LossNotAdditiveError, UnsupportedModelError
 
 Batch = dict[str, torch.Tensor]
 
@@ -327,6 +328,27 @@ def test_a_hook_that_scales_gradients_is_exact(model: nn.Sequential, batch: Batc
     assert close(copied_gradients(model), right)
 
 
+@pytest.mark.parametrize("seen_in_one_piece", [False, True], ids=["first batch", "after a batch of one micro-batch"])
+def test_a_hook_that_changes_the_sum_so_far_is_refused(
+    model: nn.Sequential, batch: Batch, seen_in_one_piece: bool
+) -> None:
+    """It would halve the first micro-batch's share once more with each of the others."""
+    accumulate = accumulator(model)
+
+    def halve(parameter: nn.Parameter) -> None:
+        parameter.grad.mul_(0.5)
+
+    model[0].weight.register_post_accumulate_grad_hook(halve)
+    if seen_in_one_piece:  # where it is right, since it is called once
+        few = {name: field[:2] for name, field in batch.items()}
+        accumulate.backward(few)
+        model.zero_grad()
+    with pytest.raises(UnsupportedModelError, match=r"hooks on 1 parameters change \.grad in place"):
+        accumulate.backward(batch)
+    assert copied_gradients(model) == [None] * 4
+    assert len(model[0].weight._post_accumulate_grad_hooks) == 1
+
+
 # Ways to step an optimizer as soon as a gradient is there.
 
 OPTIMIZERS: dict[nn.Parameter, torch.optim.Optimizer] = {}
@@ -627,6 +649,7 @@ class Remembering(nn.Module):
         return self.inner(x)
 
 
+@pytest.mark.filterwarnings("ignore:the forward moves the buffers mean")
 def test_the_check_of_the_first_batch_leaves_no_trace(batch: Batch) -> None:
     """After a first batch, buffers, modes and all random states are as after the loop by hand over the same cut."""
 
@@ -751,6 +774,32 @@ def test_batch_statistics_are_named_once_and_only_where_they_are_in_use() -> Non
     right = gradient_in_one_pass(model, loss_fn(model, batch))
     accumulator(model).backward(batch)
     assert close(copied_gradients(model), right)
+
+
+def test_an_embedding_that_scales_by_frequency_is_named() -> None:
+    """It divides a token's gradient by how often it occurs, in a micro-batch here."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(2, 3, scale_grad_by_freq=True), nn.Linear(3, 1)).double()
+    batch = {"x": torch.tensor([0, 1, 0, 0]), "y": torch.randn(4, 1, dtype=torch.float64)}
+
+    def mse(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return nn.functional.mse_loss(model(batch["x"]), batch["y"])
+
+    whole = wb.GradientAccumulator(model, mse, count="examples", micro_batch_size=1)
+    named = r"^0 \(Embedding\): scale_grad_by_freq=True .*[Nn]ot exact"
+    with pytest.warns(BatchStatisticsWarning, match=named), suppress(LossNotAdditiveError):
+        whole.backward(batch)
+
+
+def test_a_loss_squeezed_to_nothing_is_told_how_to_keep_its_dimension() -> None:
+    """`(B, 1)` squeezed is `(B,)`, except in a micro-batch of one example."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 1), torch.randn(5, 3)
+    whole = wb.GradientAccumulator(model, lambda model, x: model(x).square().squeeze(), micro_batch_size=2)
+    with pytest.raises(wb.WholeBatchError, match=r"squeeze\(-1\)"):
+        whole.backward(x)
+    whole = wb.GradientAccumulator(model, lambda model, x: model(x).square().squeeze(-1), micro_batch_size=2)
+    assert whole.backward(x).micro_batch_sizes == (2, 2, 1)
 
 
 def test_what_is_taken_from_loss_fn_need_not_be_a_tensor_of_the_model(model: nn.Module, batch: Batch) -> None:

@@ -83,7 +83,7 @@ def test_buffers_that_stay_are_not_copied_again() -> None:
     accumulator.backward(made())
     moving = accumulator._buffers._moving
     assert moving is not None
-    assert {id(buffer) for buffer in moving} == {id(buffer) for buffer in model[0].buffers()}
+    assert {id(slot.buffer) for slot in moving} == {id(buffer) for buffer in model[0].buffers()}
 
 
 class Averaging(nn.Module):
@@ -124,3 +124,32 @@ def test_where_warnings_are_errors_that_one_leaves_all_as_it_was() -> None:
 def test_in_a_single_micro_batch_they_move_as_in_one_pass() -> None:
     accumulator = wb.GradientAccumulator(Averaging(), loss_fn, count="examples", micro_batch_size=8)
     accumulator.backward(made())
+
+
+class Rebinding(nn.Module):
+    """Puts a new tensor in place of its buffer instead of changing it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("average", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.average = 0.9 * self.average + 0.1 * x.mean(dim=0).detach()
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first batch", "later batch"])
+def test_a_buffer_that_was_replaced_is_put_back(first: bool) -> None:
+    model = Rebinding()
+    accumulator = wb.GradientAccumulator(model, loss_fn, count="examples", micro_batch_size=2)
+    if not first:
+        with pytest.warns(BatchStatisticsWarning, match=r"the forward moves the buffers average, and"):
+            accumulator.backward(made())
+    before, values = model.average, model.average.clone()
+    assert not accumulator.backward(made(float("nan"))).should_step
+    assert model.average is before
+    assert torch.equal(model.average, values)
+    with warnings.catch_warnings(action="ignore"):
+        accumulator.backward(made())
+    assert model.average is not before

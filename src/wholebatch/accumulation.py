@@ -17,7 +17,7 @@ from wholebatch.errors import ConfigurationError, LossFormError, UnsupportedMode
 from wholebatch.evaluation import Evaluator, batches_of
 from wholebatch.facts import BatchLayout, EvaluationReport, Number, StepReport
 from wholebatch.first_batch import FirstBatch
-from wholebatch.gradients.hooks import BendingHooks, hooks_on
+from wholebatch.gradients.hooks import BendingHooks, ChangingHooks, hooks_on
 from wholebatch.gradients.in_progress import InProgress
 from wholebatch.gradients.precision import Fp32Sums, Scaler, no_autocast, one_autocast, scale_of, share
 from wholebatch.gradients.set_aside import SetAside
@@ -169,8 +169,9 @@ class GradientAccumulator:
         sums = Fp32Sums(parameters if self._options.accumulate_in_fp32 else ())
         in_progress, hooks = InProgress(parameters), accumulation_hooks(parameters) | hooks_on(parameters)
         thorough = not hooks <= self._watched_hooks
-        bending = BendingHooks(parameters if thorough else ())
-        with one_autocast(self._device), parameters_untouched(aside, parameters, thorough), bending:
+        watched = parameters if thorough else ()
+        untouched = parameters_untouched(aside, parameters, thorough)
+        with one_autocast(self._device), untouched, BendingHooks(watched), ChangingHooks(watched):
             for micro_batch, data in self._stream(cut):
                 loss = self._loss(self.model, data, micro_batch.counts, micro_batch.num_examples)
                 with in_progress:
@@ -179,7 +180,8 @@ class GradientAccumulator:
                 totals.add(loss)
                 ran.append(micro_batch)
                 del data, loss  # before the next but one moves to the device
-        self._watched_hooks = hooks
+        if len(ran) > 1:
+            self._watched_hooks = hooks
         self._refuse_constant(totals)
         verdict, divisor = self._judged(cut, ran, totals, divisor)
         report = self._report(cut, ran, verdict, started, totals, divisor)

@@ -5,6 +5,7 @@ for good, although `.grad` and the parameters are as before.
 """
 
 import warnings
+from dataclasses import dataclass
 from types import TracebackType
 
 import torch
@@ -12,6 +13,28 @@ from torch import nn
 
 from wholebatch.errors import BatchStatisticsWarning
 from wholebatch.suitability import tracks_the_batch
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A place where a module holds a buffer."""
+
+    module: nn.Module
+    name: str
+    path: str
+
+    @property
+    def buffer(self) -> torch.Tensor | None:
+        """What it holds now."""
+        return self.module._buffers.get(self.name)
+
+
+def _slots(model: nn.Module) -> list[_Slot]:
+    return [
+        _Slot(module, name, f"{prefix}.{name}".lstrip("."))
+        for prefix, module in model.named_modules()
+        for name in module._buffers
+    ]
 
 
 class MovingBuffers:
@@ -23,13 +46,14 @@ class MovingBuffers:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._moving: list[torch.Tensor] | None = None
-        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._moving: list[_Slot] | None = None
+        self._before: list[tuple[_Slot, torch.Tensor, torch.Tensor]] = []
         self._keep = False
 
     def __enter__(self) -> "MovingBuffers":
-        watched = list(self._model.buffers()) if self._moving is None else self._moving
-        self._before = [(buffer, buffer.detach().clone()) for buffer in watched]
+        watched = _slots(self._model) if self._moving is None else self._moving
+        there = [(slot, buffer) for slot in watched if (buffer := slot.buffer) is not None]
+        self._before = [(slot, buffer, buffer.detach().clone()) for slot, buffer in there]
         self._keep = False
         return self
 
@@ -39,26 +63,28 @@ class MovingBuffers:
         Warns here, where all can still be put back: a warning may be an error.
         """
         if self._moving is None:
-            self._moving = [buffer for buffer, values in self._before if not torch.equal(buffer, values)]
+            self._moving = [
+                slot for slot, buffer, old in self._before if slot.buffer is not buffer or not torch.equal(buffer, old)
+            ]
             if steps > 1:
-                self._warn({id(buffer) for buffer in self._moving if buffer.is_floating_point()})
+                self._warn()
         self._keep = True
 
     @torch.no_grad()
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         before, self._before = self._before, []
         if not self._keep:
-            for buffer, values in before:
+            for slot, buffer, values in before:
                 buffer.copy_(values)
+                if slot.buffer is not buffer:  # the forward put another tensor in its place
+                    slot.module._buffers[slot.name] = buffer
 
-    def _warn(self, moving: set[int]) -> None:
+    def _warn(self) -> None:
         """Of buffers other than batch statistics, which have a warning of their own; counters add up all the same."""
         names = [
-            f"{name}.{own}".lstrip(".")
-            for name, module in self._model.named_modules()
-            if not tracks_the_batch(module)
-            for own, buffer in module.named_buffers(recurse=False)
-            if id(buffer) in moving
+            slot.path
+            for slot in self._moving or ()
+            if not tracks_the_batch(slot.module) and slot.buffer is not None and slot.buffer.is_floating_point()
         ]
         if names:
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

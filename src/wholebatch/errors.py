@@ -63,10 +63,11 @@ class CountRequiredError(LossError):
 class ScalarWithoutCountError(CountRequiredError):
     """A scalar loss without a count. Holds the loss, from whose graph the answer can be suggested."""
 
-    def __init__(self, loss: Any) -> None:
+    def __init__(self, loss: Any, num_examples: int) -> None:
+        of_one = "; or keep its dimension, .squeeze(-1), if it is the loss of this micro-batch's one example"
         super().__init__(
             "loss_fn returned a scalar: say what it is a mean over, "
-            'count="examples", "tokens", "sum" or a function of the micro-batch'
+            'count="examples", "tokens", "sum" or a function of the micro-batch' + of_one * (num_examples == 1)
         )
         self.loss = loss
 

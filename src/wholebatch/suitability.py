@@ -61,11 +61,18 @@ def parameters_behind(losses: Iterable[torch.Tensor]) -> set[nn.Parameter]:
 
 
 def warn_of_batch_statistics(model: nn.Module) -> None:
-    """Give one `BatchStatisticsWarning` that names the modules whose statistics are those of a micro-batch."""
-    if names := batch_statistics(model):
-        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    """Give a `BatchStatisticsWarning` that names the modules whose statistics are those of a micro-batch."""
+    if names := [name for name, module in _named(model) if getattr(module, "scale_grad_by_freq", False)]:
         warnings.warn(
-            f"{shown}: normalises with, or tracks, the statistics of what it sees, and it sees micro-batches. "
+            f"{_listed(names)}: scale_grad_by_freq=True divides each row's gradient by how often it occurs in what the "
+            "module sees, and it sees micro-batches. Not exact: the gradient of its weight. Exact: everything else. "
+            "Way out: scale_grad_by_freq=False.",
+            BatchStatisticsWarning,
+            stacklevel=4,
+        )
+    if names := batch_statistics(model):
+        warnings.warn(
+            f"{_listed(names)}: normalises with, or tracks, the statistics of what it sees, and it sees micro-batches. "
             "Not exact: the activations after it, hence the gradient, and its running statistics, which move once "
             "per micro-batch. Exact: everything else. Way out: LayerNorm or GroupNorm, or put these modules in "
             "eval() to freeze them.",
@@ -76,11 +83,17 @@ def warn_of_batch_statistics(model: nn.Module) -> None:
 
 def batch_statistics(model: nn.Module) -> list[str]:
     """The names of the modules in training mode that use or track the statistics of a batch."""
-    return [
-        f"{name or 'the model itself'} ({type(module).__name__})"
-        for name, module in model.named_modules()
-        if module.training and tracks_the_batch(module)
-    ]
+    return [name for name, module in _named(model) if module.training and tracks_the_batch(module)]
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module with its name and type, for messages."""
+    for name, module in model.named_modules():
+        yield f"{name or 'the model itself'} ({type(module).__name__})", module
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def tracks_the_batch(module: nn.Module) -> bool:

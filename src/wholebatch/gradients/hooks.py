@@ -1,10 +1,12 @@
 """Hooks on parameters: kept out of the check of the loss, and watched for bending gradients.
 
 A hook sees the gradient of a micro-batch, not of the batch. One that scales it, or masks it, does to the sum what it
-does to each part; one that clamps it, or adds to it, does not.
+does to each part; one that clamps it, or adds to it, does not. A post-accumulate-grad hook sees `.grad`, the sum so
+far: whatever it does to that, it does again with each micro-batch.
 """
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -37,6 +39,17 @@ def hooks_on(parameters: Iterable[torch.nn.Parameter]) -> frozenset[int]:
     return frozenset(id(hook) for p in parameters for hook in (getattr(p, "_backward_hooks", None) or {}).values())
 
 
+def _round(
+    hooks: dict[int, Any], register: Callable[..., Any], first: Callable[..., None], last: Callable[..., None]
+) -> list[Any]:
+    """Register one hook before and one after those that are there; autograd calls them in the order of the dict."""
+    others = dict(hooks)
+    hooks.clear()
+    before = register(first)
+    hooks.update(others)
+    return [before, register(last)]
+
+
 class BendingHooks:
     """Refuses hooks whose effect on a parameter's gradient differs from one micro-batch to the next.
 
@@ -54,12 +67,9 @@ class BendingHooks:
     def __enter__(self) -> None:
         for place, parameter in enumerate(self._parameters):
             hooks: dict[int, Any] = parameter._backward_hooks  # type: ignore[assignment]
-            others = dict(hooks)
-            hooks.clear()  # autograd calls them in the order in which they were put in
-            first = parameter.register_hook(partial(self._comes, place))  # type: ignore[no-untyped-call]
-            hooks.update(others)
-            last = parameter.register_hook(partial(self._goes, place))  # type: ignore[no-untyped-call]
-            self._handles += [first, last]
+            self._handles += _round(
+                hooks, parameter.register_hook, partial(self._comes, place), partial(self._goes, place)
+            )
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
         for handle in self._handles:
@@ -90,3 +100,48 @@ class BendingHooks:
         if not torch.allclose(ratio[both], before[both], rtol=tolerance, atol=tolerance):
             self._bent += 1
             self._ratios[place] = torch.full_like(ratio, torch.nan)  # counted once
+
+
+class ChangingHooks:
+    """Refuses post-accumulate-grad hooks that change `.grad`, which holds the sum over the micro-batches so far.
+
+    A context manager round the micro-batches of a batch, for hooks not seen before. Costs nothing to speak of.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self._parameters = [p for p in parameters if getattr(p, "_post_accumulate_grad_hooks", None)]
+        self._handles: list[Any] = []
+        self._came: tuple[torch.Tensor | None, int] = (None, 0)
+        self._calls: Counter[int] = Counter()
+        self._changed: set[int] = set()
+
+    def __enter__(self) -> None:
+        for parameter in self._parameters:
+            hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks
+            self._handles += _round(hooks, parameter.register_post_accumulate_grad_hook, self._comes, self._goes)
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        changed = [parameter for parameter in self._changed if self._calls[parameter] > 1]
+        if failed is None and changed:
+            raise UnsupportedModelError(
+                f"post-accumulate-grad hooks on {len(changed)} parameters change .grad in place: it holds the sum over "
+                "the micro-batches so far, so they change the first micro-batch's share once more with each of the "
+                "others. Remove them, and do it to .grad after backward has returned. .grad is as it was."
+            )
+
+    def _comes(self, parameter: torch.Tensor) -> None:
+        self._came = _gradient_and_version(parameter)
+
+    def _goes(self, parameter: torch.Tensor) -> None:
+        self._calls[id(parameter)] += 1
+        (before, version), (now, version_now) = self._came, _gradient_and_version(parameter)
+        self._came = (None, 0)
+        if now is not before or version_now != version:
+            self._changed.add(id(parameter))
+
+
+def _gradient_and_version(parameter: torch.Tensor) -> tuple[torch.Tensor | None, int]:
+    gradient = parameter.grad
+    return gradient, 0 if gradient is None else gradient._version

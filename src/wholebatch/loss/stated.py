@@ -86,7 +86,7 @@ class StatedLoss:
         if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
             raise LossFormError(_unknown_form(loss))
         if loss.ndim == 0:
-            return self._read_scalar(loss, counts)
+            return self._read_scalar(loss, counts, num_examples)
         if loss.shape == (num_examples,):
             return self._read_per_example(loss)
         raise LossFormError(
@@ -95,9 +95,9 @@ class StatedLoss:
             "wb.LossSum((loss * mask).sum(), mask.sum())."
         )
 
-    def _read_scalar(self, loss: torch.Tensor, counts: Mapping[str, float]) -> MicroBatchLoss:
+    def _read_scalar(self, loss: torch.Tensor, counts: Mapping[str, float], num_examples: int) -> MicroBatchLoss:
         if not self.counter.known:
-            raise ScalarWithoutCountError(loss)
+            raise ScalarWithoutCountError(loss, num_examples)
         if counts.keys() != {ONLY}:
             raise LossFormError(f"count= names the terms {sorted(counts)}, but loss_fn returned one scalar")
         weight = 1.0 if self.counter.summed else counts[ONLY]
