@@ -242,6 +242,7 @@ def test_a_refused_call_leaves_a_model_that_remembers_as_it_was() -> None:
     assert model.mean is mean
 
 
+@pytest.mark.filterwarnings("ignore:the forward moves the buffers mean")
 def test_a_verified_call_leaves_only_the_traces_of_training() -> None:
     model = Remembering().double()
     accumulator(model, token_mean, "tokens").backward(batch_of(*RAGGED))
