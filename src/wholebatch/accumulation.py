@@ -19,7 +19,7 @@ from wholebatch.facts import BatchLayout, EvaluationReport, Number, StepReport
 from wholebatch.first_batch import FirstBatch
 from wholebatch.gradients.hooks import BendingHooks, ChangingHooks, hooks_on
 from wholebatch.gradients.in_progress import InProgress
-from wholebatch.gradients.precision import Fp32Sums, Scaler, no_autocast, one_autocast, scale_of, share
+from wholebatch.gradients.precision import Fp32Sums, NoAutocast, Scaler, one_autocast, scale_of, share
 from wholebatch.gradients.set_aside import SetAside
 from wholebatch.judgement import Judge, Verdict
 from wholebatch.loss.counting import Count
@@ -172,9 +172,10 @@ class GradientAccumulator:
         watched = parameters if thorough else ()
         untouched = parameters_untouched(aside, parameters, thorough)
         with one_autocast(self._device), untouched, BendingHooks(watched), ChangingHooks(watched):
+            outside_autocast = NoAutocast(self._device)
             for micro_batch, data in self._stream(cut):
                 loss = self._loss(self.model, data, micro_batch.counts, micro_batch.num_examples)
-                with in_progress:
+                with in_progress, outside_autocast:
                     self._differentiate(loss, divisor, scale)
                     sums.add()
                 totals.add(loss)
@@ -210,8 +211,7 @@ class GradientAccumulator:
             if term.value.requires_grad  # a micro-batch may touch no trainable parameter
         ]
         if shares:
-            with no_autocast(self._device):
-                torch.autograd.backward(shares)
+            torch.autograd.backward(shares)
 
     def _judged(
         self, cut: CutBatch, ran: list[MicroBatch], totals: Totals, divisor: Divisor

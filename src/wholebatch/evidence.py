@@ -11,7 +11,7 @@ from torch import nn
 from wholebatch.batch.containers import map_tensors
 from wholebatch.candidates import Candidate, candidates
 from wholebatch.gradients.hooks import without_hooks
-from wholebatch.gradients.precision import no_autocast, one_autocast
+from wholebatch.gradients.precision import NoAutocast, one_autocast
 from wholebatch.gradients.set_aside import SetAside, gradients_aside
 from wholebatch.loss.counting import ONLY, as_numbers
 from wholebatch.loss.measured import Measured, Measurer, graph_nodes
@@ -82,7 +82,7 @@ class Witness:
 
     @contextmanager
     def _conditions(self) -> Iterator[None]:
-        precise = nullcontext() if self._autocast else no_autocast(self._device)
+        precise = nullcontext() if self._autocast else NoAutocast(self._device)
         with undisturbed(self._model, self._device, self._evaluation), SetAside(self._parameters) as aside:
             aside.discard()
             quiet = warnings.catch_warnings(action="ignore")  # of odd sizes, say; training gives those that matter
@@ -100,7 +100,7 @@ class Witness:
             return self._loss(self._model, moved, counts, size)
 
     def _differentiate(self, total: torch.Tensor, wanted: Sequence[nn.Parameter]) -> Sequence[torch.Tensor | None]:
-        with no_autocast(self._device):
+        with NoAutocast(self._device):
             # torch.autograd.grad does not see, or refuses, what is recomputed in a backward inside the backward.
             if any(name.startswith("CheckpointFunctionBackward") for name in graph_nodes(total)):
                 return gradients_aside(total, wanted, self._parameters)

@@ -1,7 +1,7 @@
 """Autocast round a batch, the scale of a GradScaler, and sums in fp32 for low-precision parameters."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
 
@@ -41,13 +41,27 @@ def one_autocast(device: torch.device) -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """The context for a backward pass: torch's documentation has it run outside autocast."""
-    if _casts_lose_gradients():
-        torch.clear_autocast_cache()
-    if not (torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)):
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)
+class NoAutocast:
+    """The context for the backward passes of a batch: torch's documentation has them run outside autocast.
+
+    Made once for a batch, since whether autocast is on does not change within it, and entered for each micro-batch.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        available = torch.amp.is_autocast_available(device.type)
+        on = available and torch.is_autocast_enabled(device.type)
+        self._off = torch.autocast(device.type, enabled=False) if on else None
+        self._forget = _casts_lose_gradients()
+
+    def __enter__(self) -> None:
+        if self._forget:
+            torch.clear_autocast_cache()
+        if self._off is not None:
+            self._off.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._off is not None:
+            self._off.__exit__(*error)
 
 
 @cache
