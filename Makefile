@@ -22,7 +22,7 @@ help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-6s  %s\n", $$1, $$2}' Makefile
 
 train: $(VENV)/.train  ## install, and train a small Transformer on real text (a few minutes on 2 CPU cores)
-	$(VENV)/bin/wholebatch train $(ARGS)
+	$(VENV)/bin/wholebatch train --memory-budget 1GiB $(ARGS)
 
 test: $(VENV)/.test  ## run the tests
 	$(VENV)/bin/python -m pytest $(ARGS)

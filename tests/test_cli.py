@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,40 @@ import wholebatch.training.recipe as recipe
 from wholebatch.cli import main
 from wholebatch.errors import MemoryBudgetError
 from wholebatch.training.settings import TrainingSettings
+
+GIVEN: dict[str, Any] = {
+    "data": ("texts/*.txt", "more"),
+    "documents": "file",
+    "text_column": "body",
+    "label_column": "kind",
+    "context_length": 64,
+    "validation_fraction": 0.2,
+    "objective": "masked-lm",
+    "model": "a folder",
+    "vocabulary_size": 500,
+    "lora": 4,
+    "dropout": 0.25,
+    "dtype": "bfloat16",
+    "global_batch_size": 96,
+    "micro_batch_size": 8,
+    "memory_budget": "2GiB",
+    "max_steps": 7,
+    "learning_rate": 0.5,
+    "schedule": "linear",
+    "schedule_unit": "tokens",
+    "warm_up": 100.0,
+    "final_learning_rate": 0.0,
+    "weight_decay": 0.01,
+    "clip_norm": 2.0,
+    "output_dir": Path("elsewhere"),
+    "seed": 11,
+    "eval_every": 5,
+    "save_every": 3,
+    "keep_checkpoints": 4,
+    "threads": 1,
+    "track": ("wandb", "trackio"),
+}
+"""Every option that can be set with the others, away from its default."""
 
 LIST_WHAT_IS_LOADED = """
 import sys
@@ -42,7 +77,12 @@ def wholebatch(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, s
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[TrainingSettings]:
     """The settings that `train` was called with; nothing is trained."""
     calls: list[TrainingSettings] = []
-    monkeypatch.setattr(recipe, "train", lambda settings, console: calls.append(settings))
+
+    def note(settings: TrainingSettings, console: object, resume: Path | None) -> SimpleNamespace:
+        calls.append(settings)
+        return SimpleNamespace(exit_code=0)
+
+    monkeypatch.setattr(recipe, "train", note)
     return calls
 
 
@@ -54,30 +94,107 @@ def test_help_does_not_import_torch() -> None:
         assert (result.returncode, result.stderr.strip()) == (0, "[]")
 
 
-def test_help_names_each_option_with_its_default(wholebatch: Callable[..., tuple[int, str, str]]) -> None:
+def test_help_names_each_option_with_its_default(
+    wholebatch: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")  # wide enough for one line each
     code, out, _ = wholebatch("train", "--help")
     text = " ".join(re.sub(r"[│╭╮╰╯─]", " ", out).split())
     assert code == 0
     for field in fields(TrainingSettings):
         assert "--" + field.name.replace("_", "-") in text
-        assert f"[default: {field.default}]" in text
+        assert " ".join(field.metadata["help"].split()) in text
+        if field.default not in (None, ()):
+            assert f"[default: {field.default}]" in text
+    assert re.findall(r"(Data|Model|Batch|Optimization|Run) (?=--)", text)
 
 
 def test_each_option_reaches_the_settings(
     wholebatch: Callable[..., tuple[int, str, str]], trained: list[TrainingSettings]
 ) -> None:
-    given = {
-        "global_batch_size": 96,
-        "micro_batch_size": 8,
-        "memory_budget": "2GiB",
-        "max_steps": 7,
-        "learning_rate": 0.5,
-        "output_dir": Path("elsewhere"),
-        "seed": 11,
-    }
-    options = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    options = [part for name, value in GIVEN.items() for part in (f"--{name.replace('_', '-')}", *_words(value))]
     assert wholebatch("train", *options)[0] == 0
-    assert [asdict(settings) for settings in trained] == [given]
+    assert [asdict(settings) for settings in trained] == [asdict(TrainingSettings()) | GIVEN]
+    assert set(GIVEN) == {field.name for field in fields(TrainingSettings)} - {"epochs", "streaming"}
+    assert wholebatch("train", "--streaming", "--data", "x", "--max-steps", "3")[0] == 0
+    assert trained[1] == TrainingSettings(streaming=True, data=("x",), max_steps=3)
+    assert wholebatch("train", "--epochs", "3")[0] == 0
+    assert trained[2] == TrainingSettings(epochs=3)
+
+
+def _words(value: Any) -> list[str]:
+    return [str(one) for one in value] if isinstance(value, tuple) else [str(value)]
+
+
+def test_a_file_sets_options_and_flags_override_it(
+    wholebatch: Callable[..., tuple[int, str, str]], trained: list[TrainingSettings], tmp_path: Path
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('global-batch-size = 32\ndata = ["a", "b"]\nepochs = 2\n[optimization]\nlearning_rate = 1\n')
+    assert wholebatch("train", "--config", str(file), "--max-steps", "9")[0] == 0
+    assert trained == [TrainingSettings(global_batch_size=32, data=("a", "b"), max_steps=9, learning_rate=1.0)]
+
+
+def test_the_printed_config_is_one_that_can_be_read(
+    wholebatch: Callable[..., tuple[int, str, str]], trained: list[TrainingSettings], tmp_path: Path
+) -> None:
+    options = [part for name, value in GIVEN.items() for part in (f"--{name.replace('_', '-')}", *_words(value))]
+    code, out, _ = wholebatch("train", *options, "--print-config")
+    assert (code, trained) == (0, [])
+    file = tmp_path / "printed.toml"
+    file.write_text(out)
+    wholebatch("train", "--config", str(file))
+    assert trained == [TrainingSettings(**GIVEN)]
+    assert wholebatch("train", "--config", str(file), "--print-config")[1] == out
+
+
+def test_a_run_that_goes_on_has_its_own_settings(
+    wholebatch: Callable[..., tuple[int, str, str]], trained: list[TrainingSettings], tmp_path: Path
+) -> None:
+    (tmp_path / "run.toml").write_text(TrainingSettings(seed=5, max_steps=7, output_dir=Path("old")).toml())
+    assert wholebatch("train", "--resume", str(tmp_path), "--max-steps", "9")[0] == 0
+    assert trained == [TrainingSettings(seed=5, max_steps=9)]
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("global_batch_size = ", "is not TOML"),
+        ("batch_size = 4", "there is no option 'batch_size'"),
+        ("global_batch_size = 4.5", "global_batch_size = 4.5 is not a whole number"),
+        ("global_batch_size = true", "global_batch_size = True is not a whole number"),
+        ('objective = "poetry"', "objective = 'poetry' is not one of 'causal-lm', 'masked-lm', 'classify'"),
+        ("data = [1]", "data = [1] is not a list of text"),
+        ("learning_rate = -1", "learning_rate=-1.0: use a number above 0"),
+    ],
+)
+def test_a_file_with_a_mistake_is_refused_by_name(
+    wholebatch: Callable[..., tuple[int, str, str]],
+    trained: list[TrainingSettings],
+    tmp_path: Path,
+    content: str,
+    complaint: str,
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(content)
+    code, _, err = wholebatch("train", "--config", str(file))
+    assert (code, trained) == (2, [])
+    assert complaint in err
+    assert wholebatch("train", "--config", str(tmp_path / "none.toml"))[0] == 2
+    assert wholebatch("train", "--resume", str(tmp_path / "none"))[0] == 2
+
+
+def test_the_exit_code_is_that_of_the_run(
+    wholebatch: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipe, "train", lambda *_: SimpleNamespace(exit_code=143))
+    assert wholebatch("train")[0] == 143
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(recipe, "train", interrupted)
+    assert wholebatch("train") == (130, "", "wholebatch: interrupted\n")
 
 
 def test_without_options_the_defaults_hold(
@@ -156,7 +273,7 @@ def test_what_the_library_refuses_is_printed_without_a_traceback(
 def test_an_error_of_the_run_keeps_its_numbers(
     wholebatch: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(settings: TrainingSettings, console: object) -> None:
+    def refuse(*_: object) -> None:
         raise MemoryBudgetError("needs 700 MiB, but memory_budget is 600 MiB")
 
     monkeypatch.setattr(recipe, "train", refuse)
@@ -166,7 +283,7 @@ def test_an_error_of_the_run_keeps_its_numbers(
 def test_a_fault_of_the_program_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what the user can change is put into one line."""
 
-    def fail(settings: TrainingSettings, console: object) -> None:
+    def fail(*_: object) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(recipe, "train", fail)

@@ -1,5 +1,6 @@
 """Each example runs, and what it prints is right."""
 
+import json
 import os
 import re
 import subprocess
@@ -11,10 +12,10 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def printed_by(name: str) -> str:
+def printed_by(name: str, *arguments: str) -> str:
     """What `python examples/name` prints; it may use one thread, and warnings are errors there too."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-W", "error", EXAMPLES / name]
+    command = [sys.executable, "-W", "error", EXAMPLES / name, *arguments]
     result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=EXAMPLES.parent)
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -22,7 +23,7 @@ def printed_by(name: str) -> str:
 
 def test_each_example_is_tested() -> None:
     text = Path(__file__).read_text(encoding="utf-8")
-    assert [file.name for file in EXAMPLES.glob("*.py") if f'printed_by("{file.name}")' not in text] == []
+    assert [file.name for file in EXAMPLES.glob("*.py") if f'printed_by("{file.name}"' not in text] == []
 
 
 def test_by_hand_shows_what_each_fault_costs() -> None:
@@ -36,6 +37,18 @@ def test_by_hand_shows_what_each_fault_costs() -> None:
     assert by_hand["short last window divided by 4"] == pytest.approx(1 / 4, abs=0.01)  # 3/4 of what it should be
     assert by_hand["no scaling"] == pytest.approx(3, abs=0.5)  # about 4 times as large
     assert by_hand["scheduler stepped per micro-batch"] == pytest.approx(2 / 3, abs=0.02)  # update 3: 1/9 for 1/3
+
+
+def test_docstrings_have_a_text_and_a_package_each(tmp_path: Path) -> None:
+    file = tmp_path / "docstrings.jsonl"
+    numbers = re.search(r": ([\d,]+) docstrings of (\d+) packages", printed_by("docstrings.py", str(file)))
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    packages = {row["package"] for row in rows}
+    assert numbers is not None
+    assert (f"{len(rows):,}", str(len(packages))) == numbers.groups()
+    assert len(rows) > 4_000
+    assert {"asyncio", "json", "argparse"} < packages
+    assert all(row["text"].strip() for row in rows)
 
 
 def test_plain_loop_learns() -> None:

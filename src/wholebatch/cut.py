@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from wholebatch.batch.containers import tensors
+from wholebatch.batch.containers import leaves, tensors
 from wholebatch.batch.layout import BatchPieces, Piece
 from wholebatch.batch.sizing import Sizing
 from wholebatch.errors import BatchLayoutError
@@ -181,7 +181,6 @@ def padded_units(batch: Any) -> int:
 
 def _example_units(example: Any) -> int:
     """Length of an example before collation: that of its longest one-dimensional field, or 1."""
-    fields = example.values() if isinstance(example, Mapping) else example if isinstance(example, tuple) else [example]
     one_dimensional = (torch.Tensor, list)
-    lengths = [len(f) for f in fields if isinstance(f, one_dimensional) and getattr(f, "ndim", 1) == 1]
+    lengths = [len(f) for f in leaves(example) if isinstance(f, one_dimensional) and getattr(f, "ndim", 1) == 1]
     return max(lengths, default=1)

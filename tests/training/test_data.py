@@ -1,27 +1,38 @@
 """Text in, examples out."""
 
-import itertools
 import math
 import sys
 from collections import Counter
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
 
 from wholebatch.errors import ConfigurationError
 from wholebatch.training.data import (
-    END_OF_TEXT,
-    collate,
-    contexts,
+    Corpus,
     is_validation,
     load_corpus,
+    majority_share,
     python_documentation,
-    shuffled,
     train_tokenizer,
     unigram_entropy,
 )
+from wholebatch.training.documents import Document
+from wholebatch.training.settings import TrainingSettings
 
 DOCUMENTS = [f"The statement number {number} binds {number % 7} names.\n" * (1 + number % 5) for number in range(60)]
+
+
+def corpus_of(documents: Iterable[str | Document], **settings: Any) -> Corpus:
+    texts = [Document(one) if isinstance(one, str) else one for one in documents]
+    given = {"context_length": 10_000, "vocabulary_size": 300} | settings
+    return load_corpus(texts, TrainingSettings(**given))
+
+
+def rows(examples: Iterable[Any]) -> list[tuple[int, ...]]:
+    return [tuple(example.ids.tolist()) for example in examples]
 
 
 def test_a_section_repeated_under_another_heading_level_is_kept_once() -> None:
@@ -54,8 +65,8 @@ def test_a_python_without_its_documentation_is_told_so(monkeypatch: pytest.Monke
 def test_the_split_asks_the_document_alone() -> None:
     """Whatever else there is to read, and in whatever order, a document stays in its part."""
     for documents in (DOCUMENTS[25:45], [*reversed(DOCUMENTS), "another text"]):
-        corpus = load_corpus(documents, context_length=10_000, vocabulary_size=300)
-        texts = {corpus.tokenizer.decode(example[1:-1]) for example in corpus.validation}
+        corpus = corpus_of(documents)
+        texts = {corpus.objective.tokenizer.decode(example.ids[1:-1]) for example in corpus.validation}
         assert texts & set(DOCUMENTS[25:45]) == {DOCUMENTS[number] for number in (31, 32, 35)}
 
 
@@ -70,43 +81,73 @@ def test_about_one_document_in_ten_is_held_out() -> None:
 
 
 def test_no_text_is_both_learned_and_validated() -> None:
-    corpus = load_corpus(DOCUMENTS, context_length=10_000, vocabulary_size=300)
-    both = {tuple(e.tolist()) for e in corpus.train} & {tuple(e.tolist()) for e in corpus.validation}
-    assert not both
-    assert len(corpus.train) + len(corpus.validation) == len(DOCUMENTS)
+    corpus = corpus_of(DOCUMENTS)
+    assert not {*rows(corpus.train)} & {*rows(corpus.validation)}
+    assert len(rows(corpus.train)) + len(corpus.validation) == len(DOCUMENTS)
 
 
 @pytest.mark.parametrize("documents", [["only one"], []])
 def test_too_few_documents_are_refused_with_their_number(documents: list[str]) -> None:
-    with pytest.raises(ConfigurationError, match=f"{len(documents)} documents: .* use more of them"):
-        load_corpus(documents, context_length=16, vocabulary_size=300)
+    with pytest.raises(ConfigurationError, match=f"{len(documents)} documents: .* use more documents"):
+        corpus_of(documents)
+
+
+def test_a_stream_has_the_examples_of_the_whole() -> None:
+    """Without a length, in order, and as often as it is gone through."""
+    whole = corpus_of(DOCUMENTS)
+    stream = corpus_of(DOCUMENTS, streaming=True, max_steps=1, data=("somewhere",))
+    assert stream.known is None
+    assert rows(stream.train) == rows(stream.train) == rows(whole.train)
+    assert rows(stream.validation) == rows(whole.validation)
+    assert stream.guess == whole.guess
+
+
+def test_a_stream_of_classes_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="all classes must be known"):
+        corpus_of(DOCUMENTS, streaming=True, max_steps=1, data=("somewhere",), objective="classify")
+
+
+def test_the_fingerprint_tells_whether_the_data_is_the_same() -> None:
+    assert corpus_of(DOCUMENTS).fingerprint == corpus_of(DOCUMENTS).fingerprint
+    others = [corpus_of([*DOCUMENTS[:-1], "another"]), corpus_of(DOCUMENTS[:-1]), corpus_of(DOCUMENTS[::-1])]
+    assert corpus_of(DOCUMENTS).fingerprint not in {one.fingerprint for one in others}
+
+
+def test_classes_are_those_of_the_training_documents() -> None:
+    """One that is held out only is left out and counted."""
+    labels = ["odd" if number % 2 else "even" for number in range(60)]
+    labels[31] = "seldom"  # held out, see above
+    corpus = corpus_of(map(Document, DOCUMENTS, labels), objective="classify")
+    assert corpus.objective.labels == ["even", "odd"]
+    assert corpus.left_out == {"of a class that no training document has (seldom)": 1}
+    held_out = [number for number, text in enumerate(DOCUMENTS) if is_validation(text) and number != 31]
+    assert [one.label for one in corpus.validation] == [number % 2 for number in held_out]
+    assert corpus.guess == f"always the most frequent class: accuracy {corpus.guess_value:.3f}"
+
+
+def test_one_class_is_none_to_learn() -> None:
+    with pytest.raises(ConfigurationError, match=r"have 1 class\(es\), same"):
+        corpus_of([Document(text, "same") for text in DOCUMENTS], objective="classify")
+
+
+def test_the_majority_is_that_of_the_training_part() -> None:
+    assert majority_share([1, 1, 0], [0, 0, 1, 2]) == 0.25
 
 
 @pytest.mark.parametrize("text", ["x = {1: 'a'}\n\tprint(x)  ", "Grüße, 世界 🙂", ""])
 def test_the_tokenizer_gives_any_text_back(text: str) -> None:
     tokenizer = train_tokenizer(DOCUMENTS, vocabulary_size=300)
     assert tokenizer.decode(tokenizer.encode(text)) == text
+    masks = train_tokenizer(DOCUMENTS, vocabulary_size=300, masks=True)
+    assert masks.decode(masks.encode(text), skip_special_tokens=True) == text
+    assert masks.encode(text)[0], masks.encode(text)[-1] == (masks.cls_token_id, masks.sep_token_id)
 
 
 def test_the_tokenizer_has_the_size_asked_for_and_is_the_same_each_time() -> None:
     first, second = (train_tokenizer(DOCUMENTS, vocabulary_size=280) for _ in range(2))
     assert len(first) == 280
     assert first.get_vocab() == second.get_vocab()
-    assert first.eos_token == END_OF_TEXT
-
-
-@pytest.mark.parametrize("context_length", [2, 3, 7, 8, 9, 64, 10_000])
-def test_every_token_is_predicted_exactly_once(context_length: int) -> None:
-    """Put together without their first tokens, the contexts of a document are the document and its end."""
-    tokenizer = train_tokenizer(DOCUMENTS, vocabulary_size=300)
-    for document in [DOCUMENTS[0], "", "a"]:
-        examples = contexts([document], tokenizer, context_length)
-        predicted = torch.cat([example[1:] for example in examples]).tolist()
-        assert predicted == tokenizer.encode(document + END_OF_TEXT)
-        assert all(2 <= len(example) <= context_length for example in examples)
-        assert examples[0][0] == tokenizer.eos_token_id
-        for earlier, later in itertools.pairwise(examples):
-            assert later[0] == earlier[-1]
+    assert first.eos_token == "<|endoftext|>"
 
 
 def test_unigram_entropy_is_the_price_of_the_validation_tokens() -> None:
@@ -116,25 +157,3 @@ def test_unigram_entropy_is_the_price_of_the_validation_tokens() -> None:
     seen = Counter([1, 1, 2, 3])
     price = [-math.log((seen[token] + 1) / (4 + 10)) for token in (1, 4, 1)]
     assert unigram_entropy(train, validation, vocabulary_size=10) == pytest.approx(sum(price) / 3, rel=1e-12)
-
-
-def test_an_epoch_holds_each_example_once_in_an_order_of_its_own() -> None:
-    examples = [torch.tensor([number, number]) for number in range(50)]
-    orders = {
-        key: [int(example[0]) for example in shuffled(examples, *key)] for key in [(0, 0), (0, 1), (1, 0), (1, 1)]
-    }
-    assert all(sorted(order) == list(range(50)) for order in orders.values())
-    assert len({tuple(order) for order in orders.values()}) == 4
-    assert [int(example[0]) for example in shuffled(examples, 0, 1)] == orders[0, 1]
-
-
-def test_shuffling_leaves_the_global_random_numbers_alone() -> None:
-    before = torch.get_rng_state()
-    shuffled([torch.tensor([0])], seed=0, epoch=0)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_padding_has_no_label() -> None:
-    batch = collate([torch.tensor([5, 6, 7]), torch.tensor([8, 9])])
-    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, 0]]
-    assert batch["labels"].tolist() == [[5, 6, 7], [8, 9, -100]]

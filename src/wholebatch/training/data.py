@@ -1,38 +1,57 @@
-"""Text in, examples out: Python's own documentation, a tokenizer trained on it, contexts of bounded length."""
+"""Documents in, examples out: what is learned from, what is held out, the tokenizer, and what a guesser would pay."""
 
 import hashlib
 import importlib
+import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from wholebatch.errors import ConfigurationError
+from wholebatch.training.documents import Document
+from wholebatch.training.objectives import CausalLM, Classify, Example, MaskedLM, Objective, UnknownLabelError
+from wholebatch.training.settings import TrainingSettings
 
 END_OF_TEXT = "<|endoftext|>"
 _HEADING = re.compile(r"^(\S.*)\n[*=\-~^]{3,}$", re.MULTILINE)
+_HEAD = 20_000
+"""Documents of a stream that are looked at before the training: for the tokenizer, and to be held out."""
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Documents as token ids, in two parts without a document in common."""
+    """Documents as examples, in two parts without a document in common."""
 
-    tokenizer: PreTrainedTokenizerFast
-    """Trained on the training part only."""
+    objective: Objective
+    """With the tokenizer."""
 
-    train: Sequence[Tensor]
-    """Examples: token ids, each an int64 vector of at most `context_length`."""
+    train: Sequence[Example] | Iterable[Example]
+    """To learn from; without a length where they are read as the run goes on."""
 
-    validation: Sequence[Tensor]
-    """As `train`; no document of theirs is among the training documents."""
+    validation: Sequence[Example]
+    """Held out: no document of theirs is among the training documents."""
 
-    unigram_entropy: float
-    """Nats per token: see `unigram_entropy`."""
+    guess: str
+    """What a guesser without a model would come to, to compare with: "unigram entropy 5.906"."""
+
+    guess_value: float
+
+    left_out: Mapping[str, int]
+    """Documents that could not be used, by reason."""
+
+    fingerprint: str
+    """Tells whether the data is what it was; of a stream, whether its beginning is."""
+
+    @property
+    def known(self) -> Sequence[Example] | None:
+        """The training examples, where they are in memory."""
+        return self.train if isinstance(self.train, Sequence) else None
 
 
 def python_documentation(topics: Mapping[str, str] | None = None) -> tuple[str, ...]:
@@ -79,86 +98,157 @@ def is_validation(document: str, fraction: float = 0.1) -> bool:
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
-def train_tokenizer(documents: Sequence[str], vocabulary_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer: it knows every text, for each byte is a token of its own."""
+def train_tokenizer(documents: Iterable[str], vocabulary_size: int, masks: bool = False) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer: it knows every text, for each byte is a token of its own.
+
+    With `masks` it has the special tokens of a masked language model, and puts a text between two of them.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    special = ["[PAD]", "[CLS]", "[SEP]", "[MASK]"] if masks else [END_OF_TEXT]
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(documents, trainer)
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
-    )
+    if masks:
+        ends = [(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
+        tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+        names = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+    else:
+        names = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)  # type: ignore[no-untyped-call]
 
 
-def contexts(documents: Sequence[str], tokenizer: PreTrainedTokenizerFast, context_length: int) -> list[Tensor]:
-    """The documents as examples of at most `context_length` token ids, never across the edge of a document.
-
-    Each document begins and ends with the end-of-text token, and each context begins with the last token of the
-    one before it: so every token of the text is predicted exactly once.
-    """
-    examples = []
-    for document in documents:
-        ids = tokenizer.encode(END_OF_TEXT + document + END_OF_TEXT)
-        starts = range(0, len(ids) - 1, context_length - 1)
-        examples += [torch.tensor(ids[start : start + context_length]) for start in starts]
-    return examples
-
-
-def unigram_entropy(train: Sequence[Tensor], validation: Sequence[Tensor], vocabulary_size: int) -> float:
+def unigram_entropy(train: Iterable[Tensor], validation: Iterable[Tensor], vocabulary_size: int) -> float:
     """What a model that knows only how frequent each token is would pay on the validation part, in nats per token.
 
     Frequencies are those of the predicted tokens (all but the first of an example) of the training part, plus one
     each, so that a token never seen there has a price too. A language model is of use only below this.
     """
     seen, asked = (
-        torch.cat([example[1:] for example in part]).bincount(minlength=vocabulary_size) for part in (train, validation)
+        torch.cat([ids[1:] for ids in part]).bincount(minlength=vocabulary_size) for part in (train, validation)
     )
     log_probability = ((seen + 1).double() / (seen + 1).sum()).log()
     return float(-(asked * log_probability).sum() / asked.sum())
 
 
-def load_corpus(documents: Sequence[str], context_length: int, vocabulary_size: int) -> Corpus:
-    """Split the documents, train the tokenizer on the training part, and cut both parts into examples.
+def majority_share(train: Iterable[int], validation: Sequence[int]) -> float:
+    """Accuracy on the validation part of always saying the class that is most frequent in training."""
+    [(majority, _)] = Counter(train).most_common(1)
+    return validation.count(majority) / len(validation)
+
+
+def load_corpus(
+    documents: Iterable[Document], settings: TrainingSettings, tokenizer: PreTrainedTokenizerBase | None = None
+) -> Corpus:
+    """Hold documents out, train a tokenizer on the others if none is given, and cut all of them into examples.
 
     Raises:
         ConfigurationError: Too few documents: one of the two parts is empty.
     """
-    held_out = [document for document in documents if is_validation(document)]
-    seen = [document for document in documents if not is_validation(document)]
+    if settings.streaming:
+        return _streamed(documents, settings, tokenizer)
+    seen, held_out = _split(documents, settings.validation_fraction)
+    objective = _objective(seen, settings, tokenizer)
+    left_out: Counter[str] = Counter()
+    train, validation = (list(_examples(part, objective, left_out)) for part in (seen, held_out))
+    left_out += getattr(documents, "left_out", Counter())
+    return _corpus(objective, train, train, validation, left_out)
+
+
+def _streamed(
+    documents: Iterable[Document], settings: TrainingSettings, tokenizer: PreTrainedTokenizerBase | None
+) -> Corpus:
+    if settings.objective == "classify":
+        raise ConfigurationError("streaming: for classify all classes must be known before; leave streaming out")
+    fraction, left_out = settings.validation_fraction, Counter[str]()
+    seen, held_out = _split(itertools.islice(documents, _HEAD), fraction)
+    objective = _objective(seen, settings, tokenizer)
+    head, validation = (list(_examples(part, objective, left_out)) for part in (seen, held_out))
+    return _corpus(objective, _Stream(documents, fraction, objective), head, validation, left_out)
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """The training examples of documents that are read anew each time."""
+
+    documents: Iterable[Document]
+    fraction: float
+    objective: Objective
+
+    def __iter__(self) -> Iterator[Example]:
+        train = (document for document in self.documents if not is_validation(document.text, self.fraction))
+        return _examples(train, self.objective, Counter())
+
+
+def _corpus(
+    objective: Objective,
+    train: Sequence[Example] | Iterable[Example],
+    head: Sequence[Example],
+    validation: Sequence[Example],
+    left_out: Counter[str],
+) -> Corpus:
+    if not head or not validation:
+        raise ConfigurationError(
+            f"{len(head)} examples to learn from and {len(validation)} held out, and both parts need one at least"
+        )
+    if isinstance(objective, Classify):
+        value = majority_share([one.label for one in head], [one.label for one in validation])
+        guess = f"always the most frequent class: accuracy {value:.3f}"
+    else:
+        size = len(objective.tokenizer)
+        value = unigram_entropy((one.ids for one in head), (one.ids for one in validation), size)
+        guess = f"unigram entropy {value:.3f}"
+    return Corpus(objective, train, validation, guess, value, left_out, _fingerprint([*head, *validation]))
+
+
+def _fingerprint(examples: Iterable[Example]) -> str:
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(example.ids.numpy().tobytes() + example.label.to_bytes(8, "little", signed=True))
+    return digest.hexdigest()
+
+
+def _split(documents: Iterable[Document], fraction: float) -> tuple[list[Document], list[Document]]:
+    """Those to learn from, and those held out."""
+    parts: tuple[list[Document], list[Document]] = ([], [])
+    for document in documents:
+        parts[is_validation(document.text, fraction)].append(document)
+    seen, held_out = parts
     if not held_out or not seen:
         raise ConfigurationError(
-            f"{len(documents)} documents: {len(seen)} to train on and {len(held_out)} to validate on, and both parts "
-            "need at least one; about one document in ten is held out, so use more of them"
+            f"{len(seen) + len(held_out)} documents: {len(seen)} to train on and {len(held_out)} held out, and both "
+            f"parts need at least one; {fraction:.0%} are held out, chosen by their content, so use more documents "
+            "(of a few long files: documents='paragraph'), or another validation_fraction"
         )
-    tokenizer = train_tokenizer(seen, vocabulary_size)
-    train, validation = (contexts(part, tokenizer, context_length) for part in (seen, held_out))
-    return Corpus(tokenizer, train, validation, unigram_entropy(train, validation, len(tokenizer)))
+    return seen, held_out
 
 
-def shuffled(examples: Sequence[Tensor], seed: int, epoch: int) -> list[Tensor]:
-    """All examples once, in an order that only the seed and the epoch decide."""
-    generator = torch.Generator().manual_seed(_mixed(seed, epoch))
-    return [examples[position] for position in torch.randperm(len(examples), generator=generator).tolist()]
+def _objective(
+    seen: Sequence[Document], settings: TrainingSettings, tokenizer: PreTrainedTokenizerBase | None
+) -> Objective:
+    if tokenizer is None:
+        masks = settings.objective != "causal-lm"
+        tokenizer = train_tokenizer((one.text for one in seen), settings.vocabulary_size, masks)
+    if settings.objective == "causal-lm":
+        return CausalLM(tokenizer, settings.context_length, double=settings.dtype == "float64")
+    if settings.objective == "masked-lm":
+        return MaskedLM(tokenizer, settings.context_length)
+    labels = sorted({one.label for one in seen if one.label is not None})
+    return Classify(tokenizer, settings.context_length, labels)
 
 
-def _mixed(seed: int, epoch: int) -> int:
-    """One number of both: with `seed + epoch`, run 1 would repeat the second epoch of run 0."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:8], "big", signed=True)
-
-
-def collate(examples: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Pad examples to the longest of them: `input_ids` and `labels` of shape (examples, longest).
-
-    No attention mask is needed: a causal model sees only what lies before, the padding lies behind, and the labels
-    there are -100.
-    """
-    return {
-        "input_ids": pad_sequence(list(examples), batch_first=True, padding_value=0),
-        "labels": pad_sequence(list(examples), batch_first=True, padding_value=-100),
-    }
+def _examples(documents: Iterable[Document], objective: Objective, left_out: Counter[str]) -> Iterator[Example]:
+    for document in documents:
+        try:
+            examples = list(objective.examples(document))
+        except UnknownLabelError as error:
+            left_out[f"of a class that no training document has ({error})"] += 1
+            continue
+        if not examples:
+            left_out["without a token to learn"] += 1
+        yield from examples

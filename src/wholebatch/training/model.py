@@ -1,64 +1,209 @@
-"""The model that the recipe trains, its optimizer, and the course of the learning rate."""
+"""The model that is trained: from nothing by a preset or a config, or pretrained; its optimizer; how it is saved."""
 
-import math
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, BertConfig, LlamaConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
-WEIGHT_DECAY = 0.1
-WARM_UP = 0.1
-"""Part of the updates in which the learning rate rises to its peak."""
+from wholebatch.errors import ConfigurationError
+from wholebatch.training.objectives import Classify, Objective
+from wholebatch.training.settings import TrainingSettings
 
-FINAL_LEARNING_RATE = 0.1
-"""At the end, as a part of the peak."""
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "tiny": {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 6, "num_attention_heads": 4},
+    "small": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 6},
+}
+"""Models from nothing, of 1 and 14 million parameters besides the embeddings: Llama for the next token, else BERT."""
+
+LEARNING_RATES = {"tiny": 6e-3, "from nothing": 1e-3, "pretrained": 5e-5, "lora": 2e-4}
 
 
-def small_llama(tokenizer: PreTrainedTokenizerFast, context_length: int, seed: int) -> LlamaForCausalLM:
-    """A Llama of little more than a million parameters: grouped-query attention, tied embeddings, no dropout.
+def pretrained(settings: TrainingSettings) -> bool:
+    """Whether `model` names weights to start from."""
+    return settings.model not in PRESETS and not settings.model.endswith(".json")
 
-    It starts three times as far from zero as Llama does by default: in a run of few updates it learns faster so.
+
+def learning_rate(settings: TrainingSettings) -> float:
+    """As set; else what suits the kind of model."""
+    if settings.learning_rate is not None:
+        return settings.learning_rate
+    if settings.lora:
+        return LEARNING_RATES["lora"]
+    kind = "pretrained" if pretrained(settings) else "tiny" if settings.model == "tiny" else "from nothing"
+    return LEARNING_RATES[kind]
+
+
+def own_tokenizer(settings: TrainingSettings) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that belongs to a pretrained model; None for others."""
+    if not pretrained(settings):
+        return None
+    with _named(settings.model), _quiet():
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(settings.model)
+    return tokenizer
+
+
+def build_model(settings: TrainingSettings, objective: Objective) -> nn.Module:
+    """The model as training begins with it, on the CPU, in training mode.
+
+    Raises:
+        ConfigurationError: There is no such model, it does not suit the objective, or its tokenizer is too large.
     """
-    end_of_text = tokenizer.eos_token_id
-    config = LlamaConfig(
+    auto = getattr(transformers, objective.auto_class)
+    overrides = _dropout(settings) | _classes(objective)
+    with torch.random.fork_rng(), _named(settings.model), _quiet():  # the caller's random numbers stay as they were
+        torch.manual_seed(settings.seed or 0)
+        if pretrained(settings):
+            config = AutoConfig.from_pretrained(settings.model)
+            config.update(_known(config, overrides))
+            model = auto.from_pretrained(settings.model, config=config, dtype=torch.float32)
+        else:
+            config = _config(settings, objective)
+            config.update(_known(config, overrides))
+            model = auto.from_config(config)
+    _check_vocabulary(model, objective)
+    return _adapted(model.to(_parameter_dtype(settings)), settings).train()
+
+
+def rebuilt_model(settings: TrainingSettings, objective: Objective, folder: Path) -> nn.Module:
+    """The same model without its weights, from the config kept in `folder`, for a checkpoint to fill."""
+    auto = getattr(transformers, objective.auto_class)
+    with torch.random.fork_rng(), _named(str(folder)), _quiet():
+        torch.manual_seed(settings.seed or 0)
+        model = auto.from_config(AutoConfig.from_pretrained(folder))
+    return _adapted(model.to(_parameter_dtype(settings)), settings).train()
+
+
+def _parameter_dtype(settings: TrainingSettings) -> torch.dtype:
+    return torch.float64 if settings.dtype == "float64" else torch.float32
+
+
+def _config(settings: TrainingSettings, objective: Objective) -> PretrainedConfig:
+    if settings.model.endswith(".json"):
+        config: PretrainedConfig = AutoConfig.from_pretrained(settings.model)
+        config.vocab_size = len(objective.tokenizer)
+        return config
+    sizes = PRESETS[settings.model]
+    tokenizer = objective.tokenizer
+    if settings.objective == "causal-lm":
+        # It starts three times as far from zero as Llama does by default: in a run of few updates it learns faster so.
+        return LlamaConfig(
+            vocab_size=len(tokenizer),
+            **sizes,
+            num_key_value_heads=sizes["num_attention_heads"] // 2,
+            max_position_embeddings=settings.context_length,
+            tie_word_embeddings=True,
+            initializer_range=0.06,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    return BertConfig(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=320,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=context_length,
-        tie_word_embeddings=True,
-        initializer_range=0.06,
-        bos_token_id=end_of_text,
-        eos_token_id=end_of_text,
-        pad_token_id=end_of_text,
+        **sizes,
+        max_position_embeddings=settings.context_length,
+        pad_token_id=tokenizer.pad_token_id,
     )
-    with torch.random.fork_rng():  # the caller's random numbers stay as they were
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(config)
 
 
-def adamw(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
+def _dropout(settings: TrainingSettings) -> dict[str, float]:
+    """Under every name that a config may have for it; those it does not have are left out later."""
+    if settings.dropout is None:
+        return {}
+    names = (
+        "dropout", "attention_dropout", "activation_dropout", "hidden_dropout", "hidden_dropout_prob",
+        "attention_probs_dropout_prob", "classifier_dropout", "classifier_dropout_prob", "seq_classif_dropout",
+        "attn_pdrop", "embd_pdrop", "resid_pdrop", "dropout_rate", "embedding_dropout", "mlp_dropout",
+    )  # fmt: skip
+    return dict.fromkeys(names, settings.dropout)
+
+
+def _classes(objective: Objective) -> dict[str, Any]:
+    if not isinstance(objective, Classify):
+        return {}
+    names = dict(enumerate(objective.labels))
+    return {"id2label": names, "label2id": {label: number for number, label in names.items()}}
+
+
+def _known(config: PretrainedConfig, overrides: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in overrides.items() if hasattr(config, name)}
+
+
+def _check_vocabulary(model: nn.Module, objective: Objective) -> None:
+    rows: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    if len(objective.tokenizer) > rows:
+        raise ConfigurationError(
+            f"the tokenizer has {len(objective.tokenizer):,} tokens, and the model embeds {rows:,}: they do not belong "
+            "together"
+        )
+
+
+def _adapted(model: nn.Module, settings: TrainingSettings) -> nn.Module:
+    if not settings.lora:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    trained = [
+        name
+        for name, module in model.named_children()
+        if settings.objective == "classify" and name in ("classifier", "score")
+    ]
+    config = LoraConfig(
+        r=settings.lora, lora_alpha=2 * settings.lora, target_modules="all-linear", modules_to_save=trained or None
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(settings.seed or 0)
+        adapted: nn.Module = get_peft_model(model, config)
+    return adapted
+
+
+def save_model(model: nn.Module, folder: Path) -> None:
+    """In `save_pretrained` form, for `AutoModel` to load; adapters are merged into a copy."""
+    if hasattr(model, "merge_and_unload"):
+        model = copy.deepcopy(model).merge_and_unload()  # type: ignore[operator]
+    with _quiet():
+        model.save_pretrained(folder)  # type: ignore[operator]
+
+
+def adamw(model: nn.Module, rate: float, weight_decay: float) -> torch.optim.AdamW:
     """AdamW with weight decay on the matrices only; fused where torch has it, which is faster and needs no copies."""
-    parameters = list(model.parameters())
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     fused = all(p.device.type in ("cpu", "cuda") for p in parameters)
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), fused=fused)
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=rate, betas=(0.9, 0.95), fused=fused)
 
 
-def warm_up_and_cosine(optimizer: torch.optim.Optimizer, num_updates: int) -> LambdaLR:
-    """The learning rate by update: it rises along a line, then falls along half a cosine."""
-    warm_up = max(1, round(WARM_UP * num_updates))
+@contextmanager
+def _named(model: str) -> Iterator[None]:
+    """What transformers has to say against a model, in one line."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigurationError(
+            f"model={model!r} cannot be loaded: {reason} (presets: {', '.join(PRESETS)}; else a config.json, a folder "
+            "with a pretrained model, or a name on the hub)"
+        ) from error
 
-    def factor(update: int) -> float:
-        if update < warm_up:
-            return (update + 1) / warm_up
-        done = (update - warm_up) / max(1, num_updates - warm_up)
-        return FINAL_LEARNING_RATE + (1 - FINAL_LEARNING_RATE) * (1 + math.cos(math.pi * done)) / 2
 
-    return LambdaLR(optimizer, factor)
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the bars and reports of transformers: a new head is what was asked for."""
+    bars, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

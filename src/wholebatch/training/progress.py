@@ -1,5 +1,6 @@
 """What a training run shows while it runs: a live line on a terminal, plain lines elsewhere."""
 
+import time
 from types import TracebackType
 from typing import Self
 
@@ -11,6 +12,9 @@ from wholebatch.training.run_report import UpdateTotals, arithmetic, duration, m
 LINES_ELSEWHERE = 20
 """Lines of progress where there is no terminal: enough to see a trend, few enough to read."""
 
+LONGEST_SILENCE = 60.0
+"""Seconds after which such a line comes all the same."""
+
 
 class TrainingProgress:
     """Shows the updates of one run; use it as a context manager.
@@ -19,12 +23,15 @@ class TrainingProgress:
     Elsewhere (a pipe, a log file) every so many updates get a line of their own, without control characters.
     """
 
-    def __init__(self, console: Console, num_batches: int) -> None:
-        """Show `num_batches` updates on `console`."""
+    def __init__(
+        self, console: Console, num_batches: int, done: int = 0, unit: str = "tokens", budget_bytes: int | None = None
+    ) -> None:
+        """Show `num_batches` updates on `console`, so many of them `done` before; losses are means over `unit`."""
         self._console = console
-        self._num_batches = num_batches
+        self._num_batches, self._done = num_batches, done
+        self._unit, self._budget_bytes = unit, budget_bytes
         self._every = max(1, num_batches // LINES_ELSEWHERE)
-        self._arithmetic_shown = False
+        self._arithmetic_shown, self._last_line = False, time.monotonic()
         self._live = Progress(
             TextColumn("update {task.completed}/{task.total}"),
             BarColumn(bar_width=20),
@@ -34,7 +41,7 @@ class TrainingProgress:
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._live.add_task("", total=num_batches)
+        self._task = self._live.add_task("", total=num_batches, completed=done)
 
     def __enter__(self) -> Self:
         """Start the live line, where there is one."""
@@ -50,21 +57,29 @@ class TrainingProgress:
     def show(self, totals: UpdateTotals) -> None:
         """Show where the run stands."""
         self._show_arithmetic(totals.micro_batch_sizes)
+        budget = "" if self._budget_bytes is None else f" of {mebibytes(self._budget_bytes)}"
         facts = (
-            f"loss {totals.loss:.3f}  {totals.tokens_per_second:,.0f} tokens/s  "
-            f"peak {mebibytes(totals.peak_memory_bytes)}"
+            f"loss {totals.loss:.3f} ({totals.count:,.0f} {self._unit})  {totals.tokens_per_second:,.0f} tokens/s  "
+            f"peak {mebibytes(totals.peak_memory_bytes)}{budget}"
         )
         self._live.update(self._task, completed=totals.batches, description=facts)
         if not self._console.is_terminal and self._is_due(totals.batches):
             left = totals.seconds / totals.batches * (self._num_batches - totals.batches)
             line = f"update {totals.batches}/{self._num_batches}  {facts}  {duration(left)} left"
-            self._console.print(line, soft_wrap=True, highlight=False)
+            self.say(line)
+
+    def say(self, line: str) -> None:
+        """Print a line of its own."""
+        self._console.print(line, soft_wrap=True, highlight=False, markup=False)
+        self._last_line = time.monotonic()
 
     def _show_arithmetic(self, sizes: tuple[int, ...]) -> None:
         """Once, as soon as the micro-batch size is settled: while sizes are being measured, they differ."""
         if not self._arithmetic_shown and max(sizes) - min(sizes) <= 1:
-            self._console.print(arithmetic(sizes), highlight=False)
+            self.say(arithmetic(sizes))
             self._arithmetic_shown = True
 
     def _is_due(self, batch: int) -> bool:
-        return batch in (1, self._num_batches) or batch % self._every == 0
+        if batch in (self._done + 1, self._num_batches) or batch % self._every == 0:
+            return True
+        return time.monotonic() - self._last_line >= LONGEST_SILENCE

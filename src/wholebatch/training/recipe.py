@@ -1,170 +1,338 @@
-"""The training run: a small Transformer from nothing, on real text, in whole batches under a memory budget."""
+"""The training run: text in, a model out, in whole batches under a memory budget; stopped, it can be gone on with."""
 
 import itertools
 import os
+import shlex
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from transformers.utils import logging as transformers_logging
+from torch import nn
+from transformers import AutoTokenizer
 
 import wholebatch as wb
 from wholebatch.errors import ConfigurationError
 from wholebatch.memory.device import budget_bytes
-from wholebatch.training.data import Corpus, collate, load_corpus, python_documentation, shuffled
-from wholebatch.training.model import adamw, small_llama, warm_up_and_cosine
+from wholebatch.training import checkpoint
+from wholebatch.training.course import Course, course_of, tokens_of
+from wholebatch.training.data import Corpus, load_corpus, python_documentation
+from wholebatch.training.documents import Document, Documents
+from wholebatch.training.loop import MOST_BAD_IN_A_ROW, STATE_VERSION, Training
+from wholebatch.training.model import adamw, build_model, learning_rate, own_tokenizer, rebuilt_model, save_model
+from wholebatch.training.order import InOrder, Position, Shuffled, Source
 from wholebatch.training.progress import TrainingProgress
-from wholebatch.training.run_report import RunReport, UpdateTotals, mebibytes
-from wholebatch.training.settings import TrainingSettings
+from wholebatch.training.run_log import RunLog
+from wholebatch.training.run_report import RunReport, listed, measured, mebibytes
+from wholebatch.training.schedule import Schedule
+from wholebatch.training.settings import OPTIONS, TrainingSettings, typed
+from wholebatch.training.stopping import StopRequest
 from wholebatch.training.versions import installed_versions
 
-CONTEXT_LENGTH = 128
-"""Tokens of an example at most."""
+SETTINGS_FILE = "run.toml"
+"""In the folder of a run: what it was started with."""
 
-VOCABULARY_SIZE = 1024
-CLIP_NORM = 1.0
+ORIGIN = "origin"
+"""The folder in it with the model's config and tokenizer, so that a run that is resumed needs nothing else."""
+
+FIXED = ("objective", "model", "lora", "context_length", "vocabulary_size", "dtype", "seed", "streaming")
+"""What a run that is resumed cannot change: it would not be the same model, or not the same examples."""
 
 
-def train(settings: TrainingSettings, console: Console) -> RunReport:
-    """Train a causal language model on Python's documentation; model, tokenizer and report go into the output folder.
+@dataclass(frozen=True)
+class Resumed:
+    """A run that is gone on with, as of its newest checkpoint."""
+
+    checkpoint: Path
+    state: dict[str, Any]
+    settings: TrainingSettings
+
+    @property
+    def position(self) -> Position:
+        """Where it stands."""
+        return Position(**self.state["position"])
+
+
+def train(settings: TrainingSettings, console: Console, resume: Path | None = None) -> RunReport:
+    """Train a model on text; checkpoints, logs, the best and the last model and a report go into the run's folder.
+
+    Args:
+        settings: What to do; of a run that is resumed, what it is to be from now on.
+        console: Where the course of the run is shown.
+        resume: The folder of a run to go on with, from its newest checkpoint.
 
     Raises:
-        WholeBatchError: A setting cannot be right, the output folder cannot be written to, or a single example
-            exceeds the memory budget.
+        WholeBatchError: A setting, the data or the model cannot be right, the folder cannot be written to, a single
+            example exceeds the memory budget, or no update came of ten batches in a row.
     """
     started = time.perf_counter()
-    # A model as small as this gains little from more threads, and loses much where another program holds a core: the
-    # threads wait for each other, spinning.
-    torch.set_num_threads(max(1, torch.get_num_threads() // 2))
-    _make_writable(settings.output_dir)
+    # A small model gains little from more threads, and loses much where another program holds a core: the threads wait
+    # for each other, spinning.
+    torch.set_num_threads(settings.threads or max(1, (os.cpu_count() or 2) // 2))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     budget = budget_bytes(settings.memory_budget, device)
-    corpus = load_corpus(python_documentation(), CONTEXT_LENGTH, VOCABULARY_SIZE)
-    model = small_llama(corpus.tokenizer, CONTEXT_LENGTH, settings.seed)
-    model.to(device)  # type: ignore[arg-type]  # annotated as a method of the class, not of the object
-    optimizer = adamw(model, settings.learning_rate)
-    accumulator = wb.GradientAccumulator(
-        model,  # a Hugging Face model: neither loss_fn nor count is needed
-        optimizer=optimizer,
-        micro_batch_size=settings.micro_batch_size,
-        memory_budget=settings.memory_budget,
-        collate_fn=collate,
-    )
-    facts = _facts(settings, corpus, model, budget)
-    console.print(_introduction(facts), highlight=False, soft_wrap=True)
-
-    before = _validation_loss(accumulator, corpus, settings)
-    console.print(f"validation loss {before:.3f} before training", highlight=False)
-    scheduler = warm_up_and_cosine(optimizer, settings.max_steps)
-    batches = itertools.islice(whole_batches(corpus.train, settings), settings.max_steps)
-    updates = run_updates(accumulator, optimizer, scheduler, batches, TrainingProgress(console, settings.max_steps))
-    after = _validation_loss(accumulator, corpus, settings)
-
-    with _without_bars():
-        model.save_pretrained(settings.output_dir)
-    corpus.tokenizer.save_pretrained(settings.output_dir)
-    seconds = time.perf_counter() - started
-    report = RunReport(
-        **facts, validation_loss_before=before, validation_loss_after=after, updates=updates, seconds=seconds
-    )
-    report.write(settings.output_dir)
-    console.print(_conclusion(report), highlight=False, soft_wrap=True)
-    return report
+    folder = _run_folder(settings) if resume is None else resume
+    settings = replace(settings, output_dir=folder)
+    resumed = None if resume is None else _resumed(folder, settings, console)
+    corpus = _corpus(settings, folder, resumed)
+    model = _model(settings, corpus, folder, resumed).to(device)
+    _record(settings, corpus, model, folder)
+    position = Position() if resumed is None else resumed.position
+    with RunLog(folder, settings.given(), settings.track, None if resumed is None else position.updates) as log:
+        training = _training(settings, corpus, model, device, budget, resumed, log, console)
+        facts = _facts(training, budget)
+        console.print(_introduction(facts, settings), highlight=False, soft_wrap=True, markup=False)
+        if not training.before:
+            training.evaluate()
+        unit = corpus.objective.unit
+        line = f"before training: {measured(training.before, unit)} ({corpus.guess})"
+        console.print(line, highlight=False, soft_wrap=True)
+        with StopRequest() as stop, training.progress:
+            training.run(stop)
+        return _concluded(training, facts, stop, started, console)
 
 
-def run_updates(
-    accumulator: wb.GradientAccumulator,
-    optimizer: Optimizer,
-    scheduler: LRScheduler,
-    batches: Iterable[Any],
-    progress: TrainingProgress,
-) -> UpdateTotals:
-    """One update for each whole batch: what follows the backward pass happens once, as in any loop."""
-    totals = UpdateTotals()
-    with progress:
-        for batch in batches:
-            started = time.perf_counter()
-            report = accumulator.backward(batch)
-            if report.should_step:
-                nn.utils.clip_grad_norm_(accumulator.model.parameters(), CLIP_NORM)
-                optimizer.step()
-                scheduler.step()
-            optimizer.zero_grad()
-            totals.add(report, time.perf_counter() - started)
-            progress.show(totals)
-    return totals
+def _run_folder(settings: TrainingSettings) -> Path:
+    """The folder for a new run. Found out before the training, not after it, whether its result can be kept.
 
-
-def whole_batches(examples: Sequence[Tensor], settings: TrainingSettings) -> Iterator[list[Tensor]]:
-    """Batches without end. They run on across epochs, so that none is smaller than the others."""
-    epochs = (shuffled(examples, settings.seed, epoch) for epoch in itertools.count())
-    endless = itertools.chain.from_iterable(epochs)
-    yield from wb.whole_batches(endless, settings.global_batch_size, loader_yields="examples")
-
-
-def _validation_loss(accumulator: wb.GradientAccumulator, corpus: Corpus, settings: TrainingSettings) -> float:
-    batches = wb.whole_batches(corpus.validation, settings.global_batch_size, loader_yields="examples")
-    return accumulator.evaluate(batches).loss
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """Saving a small model takes no time worth a progress bar of transformers' own."""
-    were_shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        if were_shown:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-def _make_writable(folder: Path) -> None:
-    """Find out before the training, not after it, whether its result can be kept."""
+    Raises:
+        ConfigurationError: It cannot be written to, or holds a run.
+    """
+    folder = settings.output_dir or _free_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(f"output_dir={str(folder)!r}: {error.strerror}; name another folder") from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigurationError(f"output_dir={str(folder)!r}: not writable; name another folder")
+    if (folder / SETTINGS_FILE).exists():
+        raise ConfigurationError(
+            f"output_dir={str(folder)!r} holds a run: go on with it (--resume {shlex.quote(str(folder))}), or name "
+            "another folder"
+        )
+    return folder
 
 
-def _facts(settings: TrainingSettings, corpus: Corpus, model: nn.Module, budget: int | None) -> dict[str, Any]:
+def _free_folder() -> Path:
+    return next(folder for number in itertools.count(1) if not (folder := Path("runs", str(number))).exists())
+
+
+def _resumed(folder: Path, settings: TrainingSettings, console: Console) -> Resumed | None:
+    """The newest checkpoint of a run; None where it was stopped before its first, and begins anew.
+
+    Raises:
+        ConfigurationError: The folder holds no run, or a setting was changed that a run cannot change.
+    """
+    if not (folder / SETTINGS_FILE).exists():
+        raise ConfigurationError(f"resume={str(folder)!r}: no run there ({SETTINGS_FILE} is missing)")
+    checkpoint.tidy(folder)
+    newest = checkpoint.newest(folder)
+    if newest is None:
+        console.print(f"{folder}: stopped before its first checkpoint; it begins anew", highlight=False)
+        return None
+    state = checkpoint.load_state(newest)
+    if state["version"] != STATE_VERSION:
+        raise ConfigurationError(
+            f"{newest} is of version {state['version']}, which version {STATE_VERSION} cannot read"
+        )
+    before = TrainingSettings(**{name: typed(name, value, str(newest)) for name, value in state["settings"].items()})
+    resumed = Resumed(newest, state, before)
+    changed = {name: (getattr(before, name), getattr(settings, name)) for name in OPTIONS if name != "output_dir"}
+    changed = {name: pair for name, pair in changed.items() if pair[0] != pair[1]}
+    if wrong := sorted(set(changed) & set(FIXED)):
+        told = ", ".join(f"{name} ({changed[name][0]} there, {changed[name][1]} now)" for name in wrong)
+        raise ConfigurationError(f"resume={str(folder)!r}: a run that goes on cannot change {told}")
+    position = resumed.position
+    console.print(
+        f"going on after update {position.updates:,}, {position.examples:,} examples ({newest.name})", highlight=False
+    )
+    for name, (old, new) in changed.items():
+        console.print(f"changed: {name} {old} -> {new}", highlight=False, markup=False)
+    return resumed
+
+
+def _corpus(settings: TrainingSettings, folder: Path, resumed: Resumed | None) -> Corpus:
+    tokenizer = own_tokenizer(settings) if resumed is None else AutoTokenizer.from_pretrained(folder / ORIGIN)
+    corpus = load_corpus(_documents(settings), settings, tokenizer)
+    if resumed is not None and resumed.state["fingerprint"] != corpus.fingerprint:
+        raise ConfigurationError(
+            f"resume={str(folder)!r}: the data is not what it was, so the run's place in it would mean other examples. "
+            "Restore the files, or start a new run from its model: --model "
+            f"{shlex.quote(str(folder / 'best'))}"
+        )
+    return corpus
+
+
+def _documents(settings: TrainingSettings) -> Iterable[Document]:
+    if settings.data:
+        label = settings.label_column if settings.objective == "classify" else None
+        return Documents(settings.data, unit=settings.documents, text_column=settings.text_column, label_column=label)
+    if settings.objective == "classify":
+        raise ConfigurationError("objective='classify': name files with a text and a class in each row, with data")
+    return [Document(text) for text in python_documentation()]
+
+
+def _model(settings: TrainingSettings, corpus: Corpus, folder: Path, resumed: Resumed | None) -> nn.Module:
+    if resumed is None:
+        return build_model(settings, corpus.objective)
+    model = rebuilt_model(settings, corpus.objective, folder / ORIGIN)
+    checkpoint.load_model(resumed.checkpoint, model)
+    return model
+
+
+def _record(settings: TrainingSettings, corpus: Corpus, model: nn.Module, folder: Path) -> None:
+    """Keep what a run that is resumed needs: its config and tokenizer, then, last, its settings."""
+    if not (folder / ORIGIN).exists():
+        with checkpoint.replaced(folder / ORIGIN) as aside:
+            model.config.save_pretrained(aside)  # type: ignore[union-attr, operator]
+            corpus.objective.tokenizer.save_pretrained(aside)
+    checkpoint.write_text(folder / SETTINGS_FILE, settings.toml())
+
+
+def _training(
+    settings: TrainingSettings,
+    corpus: Corpus,
+    model: nn.Module,
+    device: torch.device,
+    budget: int | None,
+    resumed: Resumed | None,
+    log: RunLog,
+    console: Console,
+) -> Training:
+    start = Position() if resumed is None else resumed.position
+    known, seed = corpus.known, settings.seed or 0
+    order = None if known is None else Shuffled(known, seed)
+    source: Source = InOrder(corpus.train, seed) if order is None else order
+    recorded = None if resumed is None else (resumed.settings, int(resumed.state["total_examples"]))
+    course = course_of(settings, None if known is None else len(known), start, recorded)
+    optimizer = adamw(model, learning_rate(settings), settings.weight_decay)
+    accumulator = wb.GradientAccumulator(
+        model,
+        corpus.objective.loss_fn,
+        count=corpus.objective.count,
+        optimizer=optimizer,
+        micro_batch_size=settings.micro_batch_size,
+        memory_budget=settings.memory_budget,
+        collate_fn=corpus.objective.collate,
+        max_skipped_batches=MOST_BAD_IN_A_ROW,
+        deterministic=None if settings.seed is None else True,
+    )
+    progress = TrainingProgress(console, course.total_updates, start.updates, corpus.objective.unit, budget)
+    scaler = torch.amp.GradScaler(device.type) if settings.dtype == "float16" else None
+    training = Training(
+        settings=settings,
+        corpus=corpus,
+        source=source,
+        folder=settings.output_dir or Path(),
+        device=device,
+        accumulator=accumulator,
+        optimizer=optimizer,
+        schedule=_schedule(settings, course, order, corpus),
+        course=course,
+        log=log,
+        progress=progress,
+        scaler=scaler,
+    )
+    if resumed is None:
+        torch.manual_seed(seed)
+    else:
+        training.load_state(resumed.state)
+    return training
+
+
+def _schedule(settings: TrainingSettings, course: Course, order: Shuffled | None, corpus: Corpus) -> Schedule:
+    total = course.total_examples
+    if settings.schedule_unit == "tokens" and order is not None:
+        total = tokens_of(order, [len(example.ids) for example in corpus.known or ()], total)
+    warm_up = settings.warm_up * total if settings.warm_up < 1 else settings.warm_up
+    return Schedule(learning_rate(settings), total, warm_up, settings.final_learning_rate, settings.schedule)
+
+
+def _concluded(
+    training: Training, facts: dict[str, Any], stop: StopRequest, started: float, console: Console
+) -> RunReport:
+    """Evaluate, save the last model, and report; of a run that was stopped, report only."""
+    if stop.signal is None:
+        with checkpoint.replaced(training.folder / "last") as aside:
+            save_model(training.model, aside)
+            training.corpus.objective.tokenizer.save_pretrained(aside)
+    report = RunReport(
+        **facts,
+        validation_before=training.before,
+        validation_after=training.after if stop.signal is None else {},
+        best=training.best,
+        updates=training.totals,
+        stopped_by=None if stop.signal is None else stop.signal.name,
+        exit_code=stop.exit_code,
+        problems=dict(training.log.problems),
+        seconds=time.perf_counter() - started,
+    )
+    report.write(training.folder)
+    console.print(_conclusion(report), highlight=False, soft_wrap=True, markup=False)
+    return report
+
+
+def _facts(training: Training, budget: int | None) -> dict[str, Any]:
     """What is known of the run before it starts."""
-    parameters = list(model.parameters())
+    parameters, known = list(training.model.parameters()), training.corpus.known
     return {
-        "settings": settings,
-        "model": type(model).__name__,
+        "settings": training.settings,
+        "folder": str(training.folder),
+        "model": type(training.model).__name__,
         "num_parameters": sum(parameter.numel() for parameter in parameters),
-        "device": str(parameters[0].device),
+        "num_trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        "device": str(training.device),
         "num_threads": torch.get_num_threads(),
-        "num_train_examples": len(corpus.train),
-        "num_validation_examples": len(corpus.validation),
-        "unigram_entropy": corpus.unigram_entropy,
+        "unit": training.corpus.objective.unit,
+        "num_train_examples": None if known is None else len(known),
+        "num_validation_examples": len(training.corpus.validation),
+        "guess": training.corpus.guess,
+        "guess_value": training.corpus.guess_value,
+        "left_out": dict(training.corpus.left_out),
+        "total_updates": training.course.total_updates,
         "memory_budget_bytes": budget,
         "versions": installed_versions(),
     }
 
 
-def _introduction(facts: dict[str, Any]) -> str:
-    return (
-        f"{facts['model']}, {facts['num_parameters']:,} parameters, on {facts['device']}; "
-        f"memory budget {mebibytes(facts['memory_budget_bytes'])}\n"
-        f"Python's documentation: {facts['num_train_examples']:,} examples of at most {CONTEXT_LENGTH} tokens to train "
-        f"on, {facts['num_validation_examples']:,} to validate on"
-    )
+def _introduction(facts: dict[str, Any], settings: TrainingSettings) -> str:
+    trained = facts["num_trainable"] != facts["num_parameters"]
+    text = ", ".join(settings.data) if settings.data else "Python's documentation"
+    lines = [
+        f"{facts['model']}, {facts['num_parameters']:,} parameters"
+        + (f", {facts['num_trainable']:,} of them trained" if trained else "")
+        + f", on {facts['device']}; memory budget {mebibytes(facts['memory_budget_bytes'])}",
+        f"{text}: {_examples(facts['num_train_examples'])} of at most {settings.context_length} tokens to train on, "
+        f"{facts['num_validation_examples']:,} held out",
+        f"{facts['total_updates']:,} updates of {settings.global_batch_size:,} examples; run folder {facts['folder']}",
+    ]
+    if facts["left_out"]:
+        lines.insert(2, f"left out: {listed(facts['left_out'])}")
+    return "\n".join(lines)
+
+
+def _examples(known: int | None) -> str:
+    return "examples" if known is None else f"{known:,} examples"
 
 
 def _conclusion(report: RunReport) -> str:
-    return (
-        f"validation loss {report.validation_loss_after:.3f} after training "
-        f"(unigram entropy {report.unigram_entropy:.3f})\n"
-        f"saved in {report.settings.output_dir}: the model, the tokenizer, report.md and report.json"
-    )
+    again = f"wholebatch train --resume {shlex.quote(report.folder)}"
+    lines = []
+    if report.stopped_by is not None:
+        lines.append(
+            f"stopped by {report.stopped_by} after update {report.updates.batches:,} of {report.total_updates:,}; a "
+            f"checkpoint is saved\nto go on: {again}"
+        )
+    else:
+        lines += [
+            f"after training: {measured(report.validation_after, report.unit)} ({report.guess})",
+            f"saved in {report.folder}: last, best (loss {report.best[0]:.3f}, after update {report.best[1]:,}), for "
+            "AutoModel.from_pretrained; metrics.jsonl, tensorboard, report.md, report.json",
+            f"to train longer: {again} --max-steps {2 * report.total_updates}",
+        ]
+    if report.problems:
+        lines.append(f"not all could be written: {listed(report.problems)}")
+    return "\n".join(lines)

@@ -20,16 +20,19 @@ class UpdateTotals:
     """Whole batches seen."""
 
     skipped_batches: int = 0
-    """Those without an optimizer step, because their loss was not finite."""
+    """Those without an optimizer step, because their loss or gradient was not finite, or they had no label."""
 
-    num_loss_tokens: int = 0
-    """Predicted tokens in all of them."""
+    num_units: int = 0
+    """What the loss is a mean over (tokens to predict, or examples to classify), in all of them."""
+
+    count: float = 0.0
+    """The same, in the last batch."""
 
     seconds: float = 0.0
     """Wall-clock time of the updates."""
 
     loss: float = float("nan")
-    """The last batch's, before its update: nats per token."""
+    """The last batch's, before its update: nats per token, or per example."""
 
     micro_batch_sizes: tuple[int, ...] = ()
     """The last batch's cut: examples in each micro-batch."""
@@ -37,11 +40,16 @@ class UpdateTotals:
     peak_memory_bytes: int | None = None
     """The most in any of them: resident memory of the process on a CPU, allocated bytes on a GPU; None if unknown."""
 
-    def add(self, report: StepReport, seconds: float) -> None:
+    num_tokens: int = 0
+    """Tokens read in all of them, padding left out."""
+
+    def add(self, report: StepReport, seconds: float, num_tokens: int, applied: bool) -> None:
         """Add one batch; `seconds` is the time of its whole update."""
         self.batches += 1
-        self.skipped_batches += not report.should_step
-        self.num_loss_tokens += round(float(report.count))  # type: ignore[arg-type]  # one term, hence one number
+        self.skipped_batches += not applied
+        self.num_tokens += num_tokens
+        self.count = float(report.count)  # type: ignore[arg-type]  # one term, hence one number
+        self.num_units += round(self.count)
         self.seconds += seconds
         self.loss = float(report.loss)
         self.micro_batch_sizes = report.micro_batch_sizes
@@ -50,8 +58,8 @@ class UpdateTotals:
 
     @property
     def tokens_per_second(self) -> float:
-        """Predicted tokens by the time of the updates."""
-        return self.num_loss_tokens / self.seconds if self.seconds else 0.0
+        """Tokens read by the time of the updates."""
+        return self.num_tokens / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +73,10 @@ class RunReport:
     """Class of the model."""
 
     num_parameters: int
-    """Trainable numbers in it, tied ones once."""
+    """Numbers in it, tied ones once."""
+
+    num_trainable: int
+    """Those that are trained."""
 
     device: str
     """Where it was trained."""
@@ -73,20 +84,47 @@ class RunReport:
     num_threads: int
     """Threads of torch on the CPU."""
 
-    num_train_examples: int
-    """Examples of one epoch."""
+    num_train_examples: int | None
+    """Examples of one epoch; None where that is not known."""
 
     num_validation_examples: int
     """Examples of the documents that were held out."""
 
-    validation_loss_before: float
-    """Nats per token, before the first update."""
+    unit: str
+    """What losses are means over: tokens, or examples."""
 
-    validation_loss_after: float
-    """Nats per token, after the last update."""
+    validation_before: Mapping[str, float]
+    """The loss, in nats per unit, and what else is measured on the documents held out, before the first update."""
 
-    unigram_entropy: float
-    """Nats per token of the validation part, if only the frequency of each token were known."""
+    validation_after: Mapping[str, float]
+    """The same after the last update; empty if the run was stopped before its end."""
+
+    guess: str
+    """What a guesser without a model would come to there."""
+
+    guess_value: float
+    """Its figure: nats per token, or the accuracy."""
+
+    best: tuple[float, int]
+    """The lowest validation loss, and the update after which it was measured."""
+
+    left_out: Mapping[str, int]
+    """Documents that could not be used, by reason."""
+
+    total_updates: int
+    """Updates of the whole run."""
+
+    stopped_by: str | None
+    """The signal that stopped it; None if it is complete."""
+
+    exit_code: int
+    """0, or what shells have for a program that this signal ended: 130 for Ctrl-C, 143 for SIGTERM."""
+
+    problems: Mapping[str, int]
+    """What could not be written, by reason."""
+
+    folder: str
+    """Where it lies."""
 
     memory_budget_bytes: int | None
     """What the run had to stay within; None where neither the user nor the device says."""
@@ -109,6 +147,7 @@ class RunReport:
     def write(self, folder: Path) -> None:
         """Write `report.json` and `report.md` into `folder`."""
         figures = asdict(self)
+        figures["settings"] = self.settings.given()
         figures["within_memory_budget"] = self.within_memory_budget
         figures["updates"]["gradient_accumulation_steps"] = len(self.updates.micro_batch_sizes)
         figures["updates"]["tokens_per_second"] = self.updates.tokens_per_second
@@ -124,19 +163,21 @@ class RunReport:
     def _rows(self) -> dict[str, str]:
         updates = self.updates
         verdict = {True: "kept", False: "**exceeded**", None: "unknown"}[self.within_memory_budget]
-        settings = {name: str(value) for name, value in asdict(self.settings).items()}
+        settings = {name: str(value) for name, value in self.settings.given().items()}
         return {
-            "validation loss, before training": f"{self.validation_loss_before:.3f} nats per token",
-            "validation loss, after training": f"{self.validation_loss_after:.3f} nats per token",
-            "unigram entropy of the same tokens": f"{self.unigram_entropy:.3f} nats per token",
+            "before training": measured(self.validation_before, self.unit),
+            "after training": measured(self.validation_after, self.unit) or f"stopped by {self.stopped_by}",
+            "to compare with": self.guess,
+            "lowest validation loss": f"{self.best[0]:.3f}, after update {self.best[1]:,}",
             "last batch": arithmetic(updates.micro_batch_sizes),
             "batches": f"{updates.batches:,}, {updates.skipped_batches:,} of them skipped",
-            "examples": f"{self.num_train_examples:,} to train on, {self.num_validation_examples:,} to validate on",
-            "tokens": f"{updates.num_loss_tokens:,} predicted, {updates.tokens_per_second:,.0f} per second",
+            "examples": f"{number(self.num_train_examples)} to train on, {self.num_validation_examples:,} held out",
+            "documents left out": listed(self.left_out) or "none",
+            "tokens": f"{updates.num_tokens:,} read, {updates.tokens_per_second:,.0f} per second",
             "peak memory": mebibytes(updates.peak_memory_bytes),
             "memory budget": f"{mebibytes(self.memory_budget_bytes)}: {verdict}",
             "time": f"{duration(updates.seconds)} for the updates, {duration(self.seconds)} in all",
-            "model": f"{self.model}, {self.num_parameters:,} parameters",
+            "model": f"{self.model}, {self.num_parameters:,} parameters, {self.num_trainable:,} of them trained",
             "device": f"{self.device}, CPU threads: {self.num_threads}",
             "settings": ", ".join(f"{name} {value}" for name, value in settings.items()),
         }
@@ -148,12 +189,31 @@ def arithmetic(sizes: Sequence[int]) -> str:
     return f"{sum(sizes):,} example{'s' if sum(sizes) > 1 else ''} = {' + '.join(parts)}"
 
 
+def measured(figures: Mapping[str, float], unit: str) -> str:
+    """What was measured on the documents held out: `loss 4.173 nats per token`."""
+    return ", ".join(
+        f"{name} {value:.3f}" + (f" nats per {unit.removesuffix('s')}" if name == "loss" else "")
+        for name, value in figures.items()
+    )
+
+
+def listed(reasons: Mapping[str, int]) -> str:
+    """Reasons with their numbers: `3 not UTF-8 (a.txt), 1 empty`."""
+    return ", ".join(f"{times:,} {reason}" for reason, times in reasons.items())
+
+
+def number(known: int | None) -> str:
+    """`1,234`; of data without a length, words."""
+    return "an unknown number" if known is None else f"{known:,}"
+
+
 def mebibytes(size: int | None) -> str:
     """`431 MiB`."""
     return "unknown" if size is None else f"{size / MIB:,.0f} MiB"
 
 
 def duration(seconds: float) -> str:
-    """Minutes and seconds: `2:05`."""
+    """Minutes and seconds, `2:05`; hours too where there are any, `3:02:05`."""
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02d}"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,219 @@
+"""What can be learned from text: the next token, masked tokens, or the class of a document.
+
+An objective turns documents into examples, examples into a batch, and a batch into a loss.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
+
+import wholebatch as wb
+from wholebatch.errors import ConfigurationError
+from wholebatch.training.documents import Document
+from wholebatch.training.order import Drawn
+
+Batch: TypeAlias = dict[str, Tensor]
+Unit: TypeAlias = Literal["tokens", "examples"]
+LossFunction: TypeAlias = Callable[[nn.Module, Batch], Any]
+
+NO_LABEL = -100
+MASKED = 0.15
+"""Part of the tokens that are to be guessed: BERT's. Of these, 8 of 10 are masked, 1 is another token, 1 is left."""
+
+
+class Example(NamedTuple):
+    """A piece of a document, as long as the context at most."""
+
+    ids: Tensor
+    """Token ids, int64."""
+
+    label: int = NO_LABEL
+    """Its class, where classes are learned."""
+
+
+class UnknownLabelError(Exception):
+    """A class that no training document has."""
+
+
+@dataclass(frozen=True)
+class CausalLM:
+    """The next token, from those before it. Exactly once for each token of a document."""
+
+    tokenizer: PreTrainedTokenizerBase
+    context_length: int
+    double: bool = False
+    """Whether the model is in float64. Its own loss is then not: Hugging Face models compute that in float32."""
+
+    auto_class = "AutoModelForCausalLM"
+    unit = "tokens"
+
+    @property
+    def loss_fn(self) -> LossFunction | None:
+        """None where the model computes its own, over the labels after the shift."""
+        return next_token_loss if self.double else None
+
+    @property
+    def count(self) -> Unit | None:
+        """As `GradientAccumulator` takes it."""
+        return "tokens" if self.double else None
+
+    def examples(self, document: Document) -> Iterator[Example]:
+        """Contexts of a document, never across its edges.
+
+        Each document begins and ends with the end-of-text token, and each context begins with the last token of the
+        one before it: so every token of the text is predicted exactly once.
+        """
+        end = self.tokenizer.eos_token_id
+        start = end if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
+        ids = [start, *_encoded(self.tokenizer, document.text), end]
+        for first in range(0, len(ids) - 1, self.context_length - 1):
+            yield Example(torch.tensor(ids[first : first + self.context_length]))
+
+    def collate(self, drawn: Sequence[Drawn]) -> Batch:
+        """Pad to the longest: `input_ids` and `labels`, both (examples, longest).
+
+        No attention mask is needed: a causal model sees only what lies before, the padding lies behind, and the labels
+        there are -100.
+        """
+        ids = [one.example.ids for one in drawn]
+        return {"input_ids": _padded(ids, 0), "labels": _padded(ids, NO_LABEL)}
+
+
+@dataclass(frozen=True)
+class MaskedLM:
+    """Some tokens of a text, from all others. Which ones is drawn anew in each epoch, from the example's own seed."""
+
+    tokenizer: PreTrainedTokenizerBase
+    context_length: int
+    auto_class = "AutoModelForMaskedLM"
+    unit = "tokens"
+    loss_fn: LossFunction | None = None
+    count: Unit | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokenizer.mask_token_id is None:
+            raise ConfigurationError("objective='masked-lm': the model's tokenizer has no mask token")
+
+    def examples(self, document: Document) -> Iterator[Example]:
+        """The document in pieces that fill the context, each with the tokenizer's own special tokens."""
+        encoded = self.tokenizer(
+            document.text, truncation=True, max_length=self.context_length, return_overflowing_tokens=True
+        )["input_ids"]
+        for ids in encoded if encoded and isinstance(encoded[0], list) else [encoded]:
+            if not self._special.issuperset(ids):
+                yield Example(torch.tensor(ids))
+
+    @property
+    def _special(self) -> frozenset[int]:
+        return frozenset(self.tokenizer.all_special_ids)
+
+    def collate(self, drawn: Sequence[Drawn]) -> Batch:
+        """`input_ids`, `attention_mask` and `labels`, all (examples, longest)."""
+        special = torch.tensor(sorted(self._special))
+        pairs = [self._masked(one, special) for one in drawn]
+        ids = [ids for ids, _ in pairs]
+        return {
+            "input_ids": _padded(ids, self.tokenizer.pad_token_id),
+            "attention_mask": _padded([torch.ones_like(one) for one in ids], 0),
+            "labels": _padded([labels for _, labels in pairs], NO_LABEL),
+        }
+
+    def _masked(self, drawn: Drawn, special: Tensor) -> tuple[Tensor, Tensor]:
+        ids, generator = drawn.example.ids, torch.Generator().manual_seed(drawn.seed)
+        ordinary = (~torch.isin(ids, special)).nonzero().flatten()
+        number = max(1, round(MASKED * len(ordinary)))
+        chosen = ordinary[torch.randperm(len(ordinary), generator=generator)[:number]]
+        fate = torch.rand(number, generator=generator)
+        others = torch.randint(len(self.tokenizer), (number,), generator=generator)
+        labels, masked = torch.full_like(ids, NO_LABEL), ids.clone()
+        labels[chosen] = ids[chosen]
+        masked[chosen] = torch.where(
+            fate < 0.8, self.tokenizer.mask_token_id, torch.where(fate < 0.9, others, ids[chosen])
+        )
+        return masked, labels
+
+
+@dataclass(frozen=True)
+class Classify:
+    """The class of a document, from its beginning."""
+
+    tokenizer: PreTrainedTokenizerBase
+    context_length: int
+    labels: Sequence[str]
+    """The classes of the training documents, sorted by name."""
+
+    auto_class = "AutoModelForSequenceClassification"
+    unit = "examples"
+    count: Unit | None = "examples"
+    _numbers: Mapping[str, int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.labels) < 2:
+            raise ConfigurationError(
+                f"objective='classify': the training documents have {len(self.labels)} class(es), "
+                f"{', '.join(self.labels)}; there must be two at least"
+            )
+        object.__setattr__(self, "_numbers", {label: number for number, label in enumerate(self.labels)})
+
+    def examples(self, document: Document) -> Iterator[Example]:
+        """One for each document, cut off at the context's length.
+
+        Raises:
+            UnknownLabelError: Its class is none of `labels`.
+        """
+        label = self._numbers.get(document.label or "")
+        if label is None:
+            raise UnknownLabelError(document.label)
+        ids = self.tokenizer(document.text, truncation=True, max_length=self.context_length)["input_ids"]
+        yield Example(torch.tensor(ids, dtype=torch.long), label)
+
+    def collate(self, drawn: Sequence[Drawn]) -> Batch:
+        """`input_ids` and `attention_mask` (examples, longest), `labels` (examples,)."""
+        ids = [one.example.ids for one in drawn]
+        padding = self.tokenizer.pad_token_id
+        return {
+            "input_ids": _padded(ids, 0 if padding is None else padding),
+            "attention_mask": _padded([torch.ones_like(one) for one in ids], 0),
+            "labels": torch.tensor([one.example.label for one in drawn]),
+        }
+
+    @property
+    def loss_fn(self) -> LossFunction:
+        """Cross-entropy, and how many examples were told right."""
+        return class_loss
+
+
+Objective: TypeAlias = CausalLM | MaskedLM | Classify
+
+
+def next_token_loss(model: nn.Module, batch: Batch) -> wb.LossSum:
+    """The sum of the cross-entropies of all labels but the first of each row, in the model's own dtype."""
+    logits = model(input_ids=batch["input_ids"]).logits[:, :-1].flatten(0, 1)
+    labels = batch["labels"][:, 1:].flatten()
+    return wb.LossSum(cross_entropy(logits, labels, reduction="sum"), (labels != NO_LABEL).sum())
+
+
+def class_loss(model: nn.Module, batch: Batch) -> wb.LossSum:
+    """The sum of the cross-entropies of a micro-batch, its number of examples, and how many were told right."""
+    inputs, labels = {name: field for name, field in batch.items() if name != "labels"}, batch["labels"]
+    logits = model(**inputs).logits
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    right = (logits.argmax(dim=-1) == labels).sum()
+    return wb.LossSum(
+        cross_entropy(logits, labels, reduction="sum"), len(labels), metrics={"accuracy": (right, len(labels))}
+    )
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    return ids
+
+
+def _padded(rows: Sequence[Tensor], value: int) -> Tensor:
+    return pad_sequence(list(rows), batch_first=True, padding_value=value)
