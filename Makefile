@@ -4,6 +4,8 @@
 PYTHON ?= python3
 # Passed on to the command that a target runs: make train ARGS="--help", make test ARGS="-k counts"
 ARGS ?=
+# Of make train: MEMORY_BUDGET=600MiB
+MEMORY_BUDGET ?= 1GiB
 
 VENV := .venv
 LOWEST_VENV := .venv-lowest
@@ -22,7 +24,7 @@ help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-6s  %s\n", $$1, $$2}' Makefile
 
 train: $(VENV)/.train  ## install, and train a small Transformer on real text (a few minutes on 2 CPU cores)
-	$(VENV)/bin/wholebatch train --memory-budget 1GiB $(ARGS)
+	$(VENV)/bin/wholebatch train --memory-budget $(MEMORY_BUDGET) $(ARGS)
 
 test: $(VENV)/.test  ## run the tests
 	$(VENV)/bin/python -m pytest $(ARGS)
