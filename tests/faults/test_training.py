@@ -1,9 +1,9 @@
 """Known faults of training loops, each through the command `wholebatch train`."""
 
+import itertools
 import json
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +131,9 @@ def test_rs2_the_number_of_updates_is_not_multiplied_again(
 ) -> None:
     """Saved at 10 with 4 micro-batches each; gone on with 4 and with 2: from 10 on, to the same 12."""
     command.rows(16)
-    assert command("--global-batch-size", "4", "--micro-batch-size", "1", "--max-steps", "12", "--save-every", "10") == 0
+    assert (
+        command("--global-batch-size", "4", "--micro-batch-size", "1", "--max-steps", "12", "--save-every", "10") == 0
+    )
     command.as_if_killed_after(10)
     assert command("--resume", str(command.run), "--micro-batch-size", str(micro_batch_size)) == 0
     printed = capsys.readouterr().out
@@ -147,9 +149,9 @@ def test_rs4_the_order_is_that_of_its_epoch(command: Command, stopped_after: int
     command.rows(64)
     assert command("--global-batch-size", "16", "--micro-batch-size", "8", "--epochs", "3", "--save-every", "1") == 0
     whole = list(command.seen)
-    for epoch in range(3):
-        assert sorted(sum(whole[4 * epoch : 4 * epoch + 4], [])) == list(range(64))
-    assert len({tuple(sum(whole[4 * epoch : 4 * epoch + 4], [])) for epoch in range(3)}) == 3
+    epochs = [tuple(itertools.chain(*whole[first : first + 4])) for first in (0, 4, 8)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(64))] * 3
+    assert len(set(epochs)) == 3
     command.as_if_killed_after(stopped_after)
     assert command("--resume", str(command.run)) == 0
     assert command.seen == whole[stopped_after:]
@@ -178,5 +180,3 @@ def test_zt5_a_run_without_updates_is_no_success(command: Command, capsys: pytes
     assert command.saved() == [good[-1]]
     assert len(command.log()) == good[-1] + 10
     assert checkpoint.newest(command.run) is not None
-
-
