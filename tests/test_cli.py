@@ -154,6 +154,11 @@ def test_a_run_that_goes_on_has_its_own_settings(
     (tmp_path / "run.toml").write_text(TrainingSettings(seed=5, max_steps=7, output_dir=Path("old")).toml())
     assert wholebatch("train", "--resume", str(tmp_path), "--max-steps", "9")[0] == 0
     assert trained == [TrainingSettings(seed=5, max_steps=9)]
+    assert wholebatch("train", "--resume", str(tmp_path), "--output-dir", "x") == (
+        2,
+        "",
+        "wholebatch: resume and output_dir: a run goes on in its own folder; leave output_dir out\n",
+    )
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,8 @@ def command_line() -> "App":
         Without options: a small causal language model on Python's own documentation.
         """
         given = {name: value for name, value in flags.items() if value is not None}
+        if resume is not None and "output_dir" in given:
+            raise ConfigurationError("resume and output_dir: a run goes on in its own folder; leave output_dir out")
         settings = settings_of(_recorded(resume), {} if config is None else read_toml(config), given)
         if print_config:
             sys.stdout.write(settings.toml())

@@ -10,8 +10,10 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 
 from wholebatch.errors import ConfigurationError
 from wholebatch.training.data import train_tokenizer
+from wholebatch.training.documents import Document
 from wholebatch.training.model import adamw, build_model, learning_rate, own_tokenizer, rebuilt_model, save_model
-from wholebatch.training.objectives import CausalLM, Classify, MaskedLM
+from wholebatch.training.objectives import CausalLM, Classify, MaskedLM, class_loss
+from wholebatch.training.order import Drawn
 from wholebatch.training.settings import TrainingSettings
 
 TEXTS = ["some text to learn from", "and some more of it"]
@@ -107,14 +109,41 @@ def test_adapters_alone_are_trained_and_are_merged_when_saved(causal: CausalLM, 
     assert any("lora_" in name for name, _ in model.named_parameters())  # the model itself is not merged
 
 
-def test_a_rebuilt_model_is_of_the_same_kind(causal: CausalLM, tmp_path: Path) -> None:
-    model = build_model(settings(lora=2, dropout=0.25), causal)
-    model.config.save_pretrained(tmp_path)
-    again = rebuilt_model(settings(lora=2, dropout=0.25), causal, tmp_path)
-    assert {n: (p.shape, p.requires_grad) for n, p in again.named_parameters()} == {
-        n: (p.shape, p.requires_grad) for n, p in model.named_parameters()
-    }
-    assert again.config.attention_dropout == 0.25
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", ["causal", "adapters", "config", "masked", "classes", "pretrained"])
+def test_a_rebuilt_model_computes_the_same(
+    causal: CausalLM, masked: MaskedLM, minilm: str, tmp_path: Path, kind: str
+) -> None:
+    """Filled with the same numbers, it has the same loss and the same gradients, to the last bit."""
+    config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    given, objective = {
+        "causal": (settings(dropout=0.25), causal),
+        "adapters": (settings(lora=2), causal),
+        "config": (settings(model=str(tmp_path / "config.json")), causal),
+        "masked": (settings(objective="masked-lm"), masked),
+        "classes": (settings(objective="classify"), Classify(masked.tokenizer, 16, ["a", "b"])),
+        "pretrained": (settings(objective="masked-lm", model=minilm), masked),
+    }[kind]
+    if kind == "pretrained":
+        objective = MaskedLM(own_tokenizer(given), 16)
+    model = build_model(given, objective)
+    model.config.save_pretrained(tmp_path / "origin")
+    again = rebuilt_model(given, objective, tmp_path / "origin")
+    again.load_state_dict(model.state_dict())
+    label = "a" if kind == "classes" else None
+    batch = objective.collate([Drawn(one, 1) for text in TEXTS for one in objective.examples(Document(text, label))])
+    found = []
+    for one in (model, again):
+        torch.manual_seed(0)  # for dropout
+        loss = one(**batch).loss
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in one.parameters() if p.requires_grad)])
+    assert [n for n, p in again.named_parameters() if p.requires_grad] == [
+        n for n, p in model.named_parameters() if p.requires_grad
+    ]
+    for a, b in zip(*found, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
 
 
 @pytest.mark.parametrize("model", ["no/such/folder", "nowhere.json"])
@@ -132,6 +161,38 @@ def test_a_tokenizer_that_is_too_large_is_refused(minilm: str) -> None:
     tokenizer.add_tokens([f"new {number}" for number in range(3)])
     with pytest.raises(ConfigurationError, match=r"30,525 tokens, and the model embeds 30,522"):
         build_model(given, MaskedLM(tokenizer, 16))
+
+
+def test_a_context_longer_than_the_models_positions_is_refused(minilm: str) -> None:
+    given = settings(model=minilm, objective="masked-lm", context_length=513)
+    with pytest.raises(ConfigurationError, match=r"context_length=513: the model has positions for 512 tokens"):
+        build_model(given, MaskedLM(own_tokenizer(given), 513))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_sees_what_comes_is_no_causal_one(minilm: str) -> None:
+    """Transformers loads a BERT as a causal language model, with a warning at most; it would learn to copy."""
+    given = settings(model=minilm)
+    tokenizer = own_tokenizer(given)
+    with pytest.raises(ConfigurationError, match="no end-of-text token"):
+        CausalLM(tokenizer, 16)
+    tokenizer.eos_token = tokenizer.sep_token
+    with pytest.raises(ConfigurationError, match=r"in Bert\w+ a token sees those after it"):
+        build_model(given, CausalLM(tokenizer, 16))
+
+
+def test_a_decoder_tells_classes_too(causal: CausalLM, tmp_path: Path) -> None:
+    """Its tokenizer may have no padding, and it looks for the last token before that."""
+    build_model(settings(), causal).save_pretrained(tmp_path)
+    causal.tokenizer.save_pretrained(tmp_path)
+    given = settings(model=str(tmp_path), objective="classify")
+    objective = Classify(own_tokenizer(given), 16, ["a", "b"])
+    model = build_model(given, objective)
+    examples = [one for text in TEXTS for one in objective.examples(Document(text, "a"))]
+    both = objective.collate([Drawn(one, 0) for one in examples])
+    alone = [objective.collate([Drawn(one, 0)]) for one in examples]
+    expected = torch.cat([class_loss(model.eval(), one).sum[None] for one in alone]).sum()
+    assert class_loss(model, both).sum.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_weight_decay_spares_the_vectors(causal: CausalLM) -> None:

@@ -4,6 +4,8 @@ import io
 import json
 import math
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -310,6 +312,19 @@ def test_a_folder_that_holds_a_run_is_not_written_over(small: dict[str, Any]) ->
     with pytest.raises(ConfigurationError, match=r"holds a run: go on with it \(--resume"):
         trained(TrainingSettings(**small | {"max_steps": 1}))
     assert (Path(report.folder) / "metrics.jsonl").read_text() == before
+
+
+def test_two_processes_do_not_train_in_one_folder(small: dict[str, Any]) -> None:
+    report, _ = trained(TrainingSettings(**small | {"max_steps": 1}))
+    holds = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); print('held', flush=True); input()"
+    lock = Path(report.folder, ".lock")
+    with subprocess.Popen([sys.executable, "-c", holds, lock], stdin=-1, stdout=-1, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(ConfigurationError, match="another process is training there"):
+            trained(TrainingSettings(**small | {"max_steps": 2}), Path(report.folder))
+        other.kill()
+    trained(TrainingSettings(**small | {"max_steps": 2}), Path(report.folder))
 
 
 def test_without_a_folder_the_next_free_one_is_taken(

@@ -46,6 +46,8 @@ def own_tokenizer(settings: TrainingSettings) -> PreTrainedTokenizerBase | None:
         return None
     with _named(settings.model), _quiet():
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(settings.model)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
@@ -67,7 +69,7 @@ def build_model(settings: TrainingSettings, objective: Objective) -> nn.Module:
             config = _config(settings, objective)
             config.update(_known(config, overrides))
             model = auto.from_config(config)
-    _check_vocabulary(model, objective)
+    _check(model, settings, objective)
     return _adapted(model.to(_parameter_dtype(settings)), settings).train()
 
 
@@ -128,20 +130,44 @@ def _classes(objective: Objective) -> dict[str, Any]:
     if not isinstance(objective, Classify):
         return {}
     names = dict(enumerate(objective.labels))
-    return {"id2label": names, "label2id": {label: number for number, label in names.items()}}
+    # A decoder finds the end of a text by its padding.
+    return {
+        "id2label": names,
+        "label2id": {label: number for number, label in names.items()},
+        "pad_token_id": objective.tokenizer.pad_token_id,
+    }
 
 
 def _known(config: PretrainedConfig, overrides: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in overrides.items() if hasattr(config, name)}
 
 
-def _check_vocabulary(model: nn.Module, objective: Objective) -> None:
+def _check(model: nn.Module, settings: TrainingSettings, objective: Objective) -> None:
+    """Whether model, tokenizer, context and objective belong together; said here, not by an index error later on."""
     rows: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     if len(objective.tokenizer) > rows:
         raise ConfigurationError(
             f"the tokenizer has {len(objective.tokenizer):,} tokens, and the model embeds {rows:,}: they do not belong "
             "together"
         )
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if isinstance(positions, int) and settings.context_length > positions:
+        raise ConfigurationError(
+            f"context_length={settings.context_length}: the model has positions for {positions} tokens at most"
+        )
+    if settings.objective == "causal-lm" and not _sees_the_past_only(model):
+        raise ConfigurationError(
+            f"objective='causal-lm': in {type(model).__name__} a token sees those after it, so it would learn to copy "
+            "them; use masked-lm, or another model"
+        )
+
+
+@torch.no_grad()
+def _sees_the_past_only(model: nn.Module) -> bool:
+    """Whether another last token leaves the predictions before it as they are."""
+    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]]) % model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    one, other = model.eval()(input_ids=ids).logits[:, :-1]
+    return torch.allclose(one, other, atol=1e-3 * float(one.abs().max()))
 
 
 def _adapted(model: nn.Module, settings: TrainingSettings) -> nn.Module:

@@ -53,6 +53,10 @@ class CausalLM:
     auto_class = "AutoModelForCausalLM"
     unit = "tokens"
 
+    def __post_init__(self) -> None:
+        if self.tokenizer.eos_token_id is None:
+            raise ConfigurationError("objective='causal-lm': the model's tokenizer has no end-of-text token")
+
     @property
     def loss_fn(self) -> LossFunction | None:
         """None where the model computes its own, over the labels after the shift."""

@@ -4,7 +4,8 @@ import itertools
 import os
 import shlex
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,11 @@ from wholebatch.training.schedule import Schedule
 from wholebatch.training.settings import OPTIONS, TrainingSettings, typed
 from wholebatch.training.stopping import StopRequest
 from wholebatch.training.versions import installed_versions
+
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks
+    fcntl = None  # type: ignore[assignment]
 
 SETTINGS_FILE = "run.toml"
 """In the folder of a run: what it was started with."""
@@ -76,6 +82,19 @@ def train(settings: TrainingSettings, console: Console, resume: Path | None = No
     budget = budget_bytes(settings.memory_budget, device)
     folder = _run_folder(settings) if resume is None else resume
     settings = replace(settings, output_dir=folder)
+    with _locked(folder):
+        return _trained(settings, console, folder, device, budget, resume, started)
+
+
+def _trained(
+    settings: TrainingSettings,
+    console: Console,
+    folder: Path,
+    device: torch.device,
+    budget: int | None,
+    resume: Path | None,
+    started: float,
+) -> RunReport:
     resumed = None if resume is None else _resumed(folder, settings, console)
     corpus = _corpus(settings, folder, resumed)
     model = _model(settings, corpus, folder, resumed).to(device)
@@ -93,6 +112,25 @@ def train(settings: TrainingSettings, console: Console, resume: Path | None = No
         with StopRequest() as stop, training.progress:
             training.run(stop)
         return _concluded(training, facts, stop, started, console)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other processes out of a run's folder. The system lets go of the lock when this one ends, however it ends.
+
+    Raises:
+        ConfigurationError: Another process trains there.
+    """
+    with ExitStack() as held:
+        try:
+            file = held.enter_context((folder / ".lock").open("w"))
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigurationError(f"{str(folder)!r}: another process is training there") from None
+        except OSError as error:
+            raise ConfigurationError(f"{str(folder)!r} cannot be written to: {error.strerror}") from error
+        yield
 
 
 def _run_folder(settings: TrainingSettings) -> Path:
