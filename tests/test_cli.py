@@ -17,7 +17,7 @@ from wholebatch.errors import MemoryBudgetError
 from wholebatch.training.settings import TrainingSettings
 
 GIVEN: dict[str, Any] = {
-    "data": ("texts/*.txt", "more"),
+    "data": ("texts/*.txt", "more 😀"),
     "documents": "file",
     "text_column": "body",
     "label_column": "kind",
@@ -170,6 +170,7 @@ def test_a_run_that_goes_on_has_its_own_settings(
         ("global_batch_size = true", "global_batch_size = True is not a whole number"),
         ('objective = "poetry"', "objective = 'poetry' is not one of 'causal-lm', 'masked-lm', 'classify'"),
         ("data = [1]", "data = [1] is not a list of text"),
+        ("max_steps = 1\n[optimization]\nmax-steps = 2", "sets 'max-steps' twice"),
         ("learning_rate = -1", "learning_rate=-1.0: use a number above 0"),
     ],
 )

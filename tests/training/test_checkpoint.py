@@ -269,7 +269,7 @@ def test_a_truncated_file_is_told_with_the_older_ones(tmp_path: Path, name: str)
         with pytest.raises(ConfigurationError) as caught:
             load(folder, Tied(), "cpu")
         assert f"checkpoint {str(folder)!r} is damaged: " in str(caught.value)
-        assert str(caught.value).endswith(f"; resume from an older one: {older}")
+        assert str(caught.value).endswith(f"; remove it to go on from {older.name}")
 
 
 def test_the_state_can_be_read_before_there_is_a_model(tmp_path: Path) -> None:
@@ -297,7 +297,9 @@ def test_a_device_without_room_is_not_called_damage(tmp_path: Path, monkeypatch:
 def test_where_no_older_one_is_left_a_new_run_is_the_way_out(tmp_path: Path) -> None:
     folder = save(tmp_path, 2, Tied(), {}, keep=1)
     (folder / "state.pt").unlink()
-    with pytest.raises(ConfigurationError, match=r"damaged: No such file.*; there is no older one; start a new run$"):
+    with pytest.raises(
+        ConfigurationError, match=r"damaged: No such file.*; remove it to begin anew, since there is no older one$"
+    ):
         load(folder, Tied(), "cpu")
 
 

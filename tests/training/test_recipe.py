@@ -1,5 +1,6 @@
 """Short training runs, from the settings to the saved model."""
 
+import errno
 import io
 import json
 import math
@@ -299,6 +300,8 @@ def test_other_data_is_refused(small: dict[str, Any]) -> None:
     file.write_text(text.replace("number 3 ", "number three "))
     with pytest.raises(ConfigurationError, match="the data is not what it was"):
         trained(TrainingSettings(**small | {"max_steps": 2}), Path(report.folder))
+    with pytest.raises(ConfigurationError, match=r"cannot change validation_fraction \(0\.1 there, 0\.2 now\)"):
+        trained(TrainingSettings(**small | {"max_steps": 2, "validation_fraction": 0.2}), Path(report.folder))
     file.unlink()
     with pytest.raises(ConfigurationError, match="matches no file"):
         trained(TrainingSettings(**small | {"max_steps": 2}), Path(report.folder))
@@ -342,7 +345,131 @@ def test_adapters_go_on_too(small: dict[str, Any]) -> None:
     assert report.validation_after["loss"] < first.validation_after["loss"]
 
 
+def test_weight_decay_and_dropout_can_be_set_anew(small: dict[str, Any], tmp_path: Path) -> None:
+    """What the console says was changed was changed: each leads to another model."""
+    ends = []
+    for number, changed in enumerate(({}, {"weight_decay": 50.0}, {"dropout": 0.9})):
+        given = small | {"output_dir": tmp_path / str(number), "max_steps": 2, "seed": 0}
+        folder = Path(trained(TrainingSettings(**given))[0].folder)
+        _, printed = trained(TrainingSettings(**given | {"max_steps": 4} | changed), folder)
+        assert all(f"changed: {name}" in printed for name in changed)
+        ends.append(parameters(folder / "last"))
+    assert all(float((end - ends[0]).norm()) > 1e-3 for end in ends[1:])
+
+
+def test_what_is_reported_after_training_was_measured_then(small: dict[str, Any]) -> None:
+    """Of a checkpoint after which nothing was measured, as of a run that was stopped, it is measured in the end."""
+    given = small | {"max_steps": 6, "save_every": 2, "keep_checkpoints": 9}
+    whole, _ = trained(TrainingSettings(**given))
+    folder = Path(whole.folder)
+    as_if_stopped_after(4, folder)
+    report, printed = trained(TrainingSettings(**given | {"max_steps": 4}), folder)
+    assert "nothing is left to train: 4 updates are done" in printed
+    validation = lines_of(folder, "validation")
+    assert [line["update"] for line in validation] == [0, 4]
+    assert report.validation_after["loss"] == validation[-1]["loss"] != report.validation_before["loss"]
+    again, _ = trained(TrainingSettings(**given | {"max_steps": 4}), folder)
+    assert again.validation_after == report.validation_after
+    assert len(lines_of(folder, "validation")) == 2
+
+
+def test_the_best_model_is_of_the_course_that_was_kept(small: dict[str, Any]) -> None:
+    """Of updates that were left behind, or with its folder gone, it is looked for anew."""
+    given = small | {"max_steps": 8, "save_every": 1, "eval_every": 1, "keep_checkpoints": 99, "seed": 2}
+    folder = Path(trained(TrainingSettings(**given))[0].folder)
+    measured = {line["update"]: line["loss"] for line in lines_of(folder, "validation")}
+    as_if_stopped_after(4, folder)
+    report, printed = trained(TrainingSettings(**given | {"max_steps": 4}), folder)
+    assert "is not of this course" in printed
+    assert report.best == (pytest.approx(measured[4]), 4)
+    assert torch.equal(parameters(folder / "best"), parameters(folder / "last"))
+    shutil.rmtree(folder / "best")
+    report, _ = trained(TrainingSettings(**given | {"max_steps": 4}), folder)
+    assert (folder / "best" / "model.safetensors").exists()
+
+
+def test_a_run_made_longer_says_what_becomes_of_the_learning_rate(small: dict[str, Any]) -> None:
+    report, _ = trained(TrainingSettings(**small | {"max_steps": 2}))
+    _, printed = trained(TrainingSettings(**small | {"max_steps": 6}), Path(report.folder))
+    assert "24 examples in all, 8 before: the learning rate follows the new course" in printed
+
+
+def test_classes_that_were_renamed_are_other_data(small: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    rows = [{"text": f"{n} {animal}", "label": animal} for n in range(40) for animal in ("cat", "dog")]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    given = small | {"data": (str(file),), "objective": "classify", "model": "tiny", "max_steps": 1}
+    report, _ = trained(TrainingSettings(**given))
+    file.write_text(file.read_text().replace('"label": "dog"', '"label": "hound"'))
+    with pytest.raises(ConfigurationError, match="the data is not what it was"):
+        trained(TrainingSettings(**given | {"max_steps": 2}), Path(report.folder))
+
+
+def test_a_stream_that_was_cut_off_is_other_data(small: dict[str, Any]) -> None:
+    given = small | {"streaming": True, "max_steps": 2}
+    report, _ = trained(TrainingSettings(**given))
+    file = Path(small["data"][0])
+    file.write_text(file.read_text() + "\none more line")
+    with pytest.raises(ConfigurationError, match="the data is not what it was"):
+        trained(TrainingSettings(**given | {"max_steps": 3}), Path(report.folder))
+
+
 # ---- What goes wrong ----
+
+
+def test_a_run_that_was_refused_does_not_take_its_folder(small: dict[str, Any]) -> None:
+    """With the mistake corrected, and other data, it begins anew, and can be gone on with."""
+    with pytest.raises(MemoryBudgetError):
+        trained(TrainingSettings(**small | {"memory_budget": "20MiB", "micro_batch_size": "auto", "max_steps": 2}))
+    file = Path(small["data"][0])
+    file.write_text(file.read_text() + "\nand one more line")
+    report, _ = trained(TrainingSettings(**small | {"max_steps": 2}))
+    trained(TrainingSettings(**small | {"max_steps": 3}), Path(report.folder))
+
+
+def test_a_warm_up_longer_than_the_run_is_refused(small: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=r"warm_up=1000 examples: the whole run has 8"):
+        trained(TrainingSettings(**small | {"max_steps": 2, "warm_up": 1000.0}))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_is_left_out_is_shown_and_reported(small: dict[str, Any], streaming: bool) -> None:
+    folder = Path(small["data"][0]).parent
+    (folder / "bad.txt").write_bytes(b"caf\xe9")
+    given = small | {"data": (str(folder / "*.txt"),), "streaming": streaming, "max_steps": 2}
+    report, printed = trained(TrainingSettings(**given))
+    assert "left out: not UTF-8" in printed
+    assert [reason for reason in report.left_out if "bad.txt" in reason]
+
+
+@pytest.mark.parametrize("at", ["last", "report.json", "origin"])
+def test_a_disk_that_is_full_at_other_times_is_an_error_in_one_line(
+    small: dict[str, Any], monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    written, mkdir = Path.write_text, Path.mkdir
+
+    def full(path: Path, *arguments: Any, **named: Any) -> Any:
+        if at in str(path.name):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return written(path, *arguments, **named)
+
+    def full_folder(path: Path, *arguments: Any, **named: Any) -> None:
+        if path.name.startswith(f".{at}."):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        mkdir(path, *arguments, **named)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "mkdir", full_folder)
+    if at == "report.json":
+        _, printed = trained(TrainingSettings(**small | {"max_steps": 2}))
+        assert "the report could not be written: No space left on device" in printed
+        return
+    with pytest.raises(checkpoint.CheckpointError, match=f"{at}' could not be saved: No space left on device"):
+        trained(TrainingSettings(**small | {"max_steps": 2}))
+    monkeypatch.undo()
+    if at == "last":  # the checkpoint is there
+        trained(TrainingSettings(**small | {"max_steps": 2}), Path(small["output_dir"]))
+        assert (Path(small["output_dir"]) / "last" / "model.safetensors").exists()
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_before_training(tmp_path: Path) -> None:
@@ -366,14 +493,14 @@ def test_a_disk_that_is_full_does_not_end_a_run(small: dict[str, Any], monkeypat
     def full_once(*arguments: Any) -> Path:
         calls.append(arguments[1])
         if len(calls) == 2:
-            raise checkpoint.CheckpointError("checkpoint 'x' could not be written: No space left on device.")
+            raise checkpoint.CheckpointError("checkpoint 'x' could not be written: No space left on device")
         return save(*arguments)
 
     monkeypatch.setattr(checkpoint, "save", full_once)
     report, printed = trained(TrainingSettings(**small | {"max_steps": 6, "save_every": 2}))
     assert calls == [2, 4, 6]
-    assert "No space left on device. The run goes on." in printed
-    assert "not all could be written: 1 checkpoint" in printed
+    assert "No space left on device. The run goes on\n" in printed
+    assert "not all could be written: checkpoint" in printed
     assert sum(report.problems.values()) == 1
 
 

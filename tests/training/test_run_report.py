@@ -4,7 +4,16 @@ import pytest
 import torch
 
 from wholebatch.facts import StepReport
-from wholebatch.training.run_report import UpdateTotals, arithmetic, duration, listed, measured, mebibytes, number
+from wholebatch.training.run_report import (
+    UpdateTotals,
+    arithmetic,
+    counted,
+    duration,
+    listed,
+    measured,
+    mebibytes,
+    number,
+)
 
 
 @pytest.mark.parametrize(
@@ -24,7 +33,8 @@ def test_batch_arithmetic(sizes: tuple[int, ...], text: str) -> None:
 def test_figures_carry_their_unit() -> None:
     assert [mebibytes(300 * 2**20), mebibytes(5 * 2**30), mebibytes(None)] == ["300 MiB", "5,120 MiB", "unknown"]
     assert [duration(0.4), duration(59.6), duration(125), duration(10925)] == ["0:00", "1:00", "2:05", "3:02:05"]
-    assert listed({"empty": 2, "not UTF-8": 1_000}) == "2 empty, 1,000 not UTF-8"
+    assert listed({"empty": 1, "not UTF-8": 1_000}) == "empty, not UTF-8: 1,000 times"
+    assert [counted(number, "update") for number in (0, 1, 1_000)] == ["0 updates", "1 update", "1,000 updates"]
     assert [number(1234), number(None)] == ["1,234", "an unknown number"]
     assert measured({"loss": 4.1731, "accuracy": 0.5}, "tokens") == "loss 4.173 nats per token, accuracy 0.500"
 

@@ -233,8 +233,9 @@ def set_random_state(state: Mapping[str, Any], device: torch.device | str) -> No
 
 
 def _damaged(folder: Path, error: Exception) -> ConfigurationError:
-    others = [str(other) for other in _complete(folder.parent.parent) if _update(other) < _update(folder)]
-    way_out = f"resume from an older one: {', '.join(others)}" if others else "there is no older one; start a new run"
+    others = [other.name for other in _complete(folder.parent.parent) if _update(other) < _update(folder)]
+    older = f"to go on from {others[0]}" if others else "to begin anew, since there is no older one"
+    way_out = f"remove it {older}"
     return ConfigurationError(f"checkpoint {str(folder)!r} is damaged: {_reason(error)}; {way_out}")
 
 
@@ -256,7 +257,7 @@ def _refuse_what_cannot_be_read_back(value: Any, where: str) -> None:
 
 def _refused(error: BaseException) -> OSError | None:
     """What the system said, where torch or safetensors hide it behind an error of their own."""
-    if isinstance(error, SafetensorError) and (code := re.search(r"\(os error (\d+)\)", str(error))):
+    if isinstance(error, Exception) and (code := re.search(r"\(os error (\d+)\)", str(error))):
         return OSError(int(code[1]), os.strerror(int(code[1])))
     if type(error) is RuntimeError and isinstance(error.__context__, OSError):
         return error.__context__

@@ -42,11 +42,19 @@ class Corpus:
 
     guess_value: float
 
-    left_out: Mapping[str, int]
-    """Documents that could not be used, by reason."""
-
     fingerprint: str
-    """Tells whether the data is what it was; of a stream, whether its beginning is."""
+    """Tells whether the data is what it was; of a stream, whether its beginning, and the size of its files, is."""
+
+    documents: Iterable[Document]
+    """What all this is made of."""
+
+    unused: Counter[str]
+    """Documents without anything to learn from, by reason; of a stream, in the pass under way, or the last one."""
+
+    @property
+    def left_out(self) -> Counter[str]:
+        """What could not be used, by reason: when it was read, or afterwards."""
+        return Counter(getattr(self.documents, "left_out", ())) + self.unused
 
     @property
     def known(self) -> Sequence[Example] | None:
@@ -156,8 +164,7 @@ def load_corpus(
     objective = _objective(seen, settings, tokenizer)
     left_out: Counter[str] = Counter()
     train, validation = (list(_examples(part, objective, left_out)) for part in (seen, held_out))
-    left_out += getattr(documents, "left_out", Counter())
-    return _corpus(objective, train, train, validation, left_out)
+    return _corpus(objective, train, train, validation, documents, left_out)
 
 
 def _streamed(
@@ -169,7 +176,8 @@ def _streamed(
     seen, held_out = _split(itertools.islice(documents, _HEAD), fraction)
     objective = _objective(seen, settings, tokenizer)
     head, validation = (list(_examples(part, objective, left_out)) for part in (seen, held_out))
-    return _corpus(objective, _Stream(documents, fraction, objective), head, validation, left_out)
+    stream = _Stream(documents, fraction, objective, left_out)
+    return _corpus(objective, stream, head, validation, documents, left_out)
 
 
 @dataclass(frozen=True)
@@ -179,10 +187,12 @@ class _Stream:
     documents: Iterable[Document]
     fraction: float
     objective: Objective
+    unused: Counter[str]
 
     def __iter__(self) -> Iterator[Example]:
+        self.unused.clear()
         train = (document for document in self.documents if not is_validation(document.text, self.fraction))
-        return _examples(train, self.objective, Counter())
+        return _examples(train, self.objective, self.unused)
 
 
 def _corpus(
@@ -190,11 +200,13 @@ def _corpus(
     train: Sequence[Example] | Iterable[Example],
     head: Sequence[Example],
     validation: Sequence[Example],
-    left_out: Counter[str],
+    documents: Iterable[Document],
+    unused: Counter[str],
 ) -> Corpus:
     if not head or not validation:
         raise ConfigurationError(
-            f"{len(head)} examples to learn from and {len(validation)} held out, and both parts need one at least"
+            f"{len(head)} examples to learn from and {len(validation)} held out, and both parts need one at least; "
+            f"left out: {', '.join(unused) or 'nothing'}"
         )
     if isinstance(objective, Classify):
         value = majority_share([one.label for one in head], [one.label for one in validation])
@@ -203,13 +215,16 @@ def _corpus(
         size = len(objective.tokenizer)
         value = unigram_entropy((one.ids for one in head), (one.ids for one in validation), size)
         guess = f"unigram entropy {value:.3f}"
-    return Corpus(objective, train, validation, guess, value, left_out, _fingerprint([*head, *validation]))
+    fingerprint = _fingerprint([*head, *validation], objective, documents)
+    return Corpus(objective, train, validation, guess, value, fingerprint, documents, unused)
 
 
-def _fingerprint(examples: Iterable[Example]) -> str:
+def _fingerprint(examples: Iterable[Example], objective: Objective, documents: Iterable[Document]) -> str:
     digest = hashlib.sha256()
     for example in examples:
         digest.update(example.ids.numpy().tobytes() + example.label.to_bytes(8, "little", signed=True))
+    digest.update("\n".join(getattr(objective, "labels", ())).encode())
+    digest.update(str([file.stat().st_size for file in getattr(documents, "files", ())]).encode())
     return digest.hexdigest()
 
 
@@ -237,7 +252,7 @@ def _objective(
     if settings.objective == "causal-lm":
         return CausalLM(tokenizer, settings.context_length, double=settings.dtype == "float64")
     if settings.objective == "masked-lm":
-        return MaskedLM(tokenizer, settings.context_length)
+        return MaskedLM(tokenizer, settings.context_length, double=settings.dtype == "float64")
     labels = sorted({one.label for one in seen if one.label is not None})
     return Classify(tokenizer, settings.context_length, labels)
 

@@ -1,6 +1,7 @@
 """The training loop: whole batches, one update each, and what is evaluated, logged and saved in between."""
 
 import dataclasses
+import json
 import math
 import time
 from collections.abc import Iterator
@@ -30,6 +31,12 @@ from wholebatch.training.stopping import StopRequest
 MOST_BAD_IN_A_ROW = 10
 """Batches without an update, one after another, after which a run gives up."""
 
+MOST_SCALED_IN_A_ROW = 40
+"""The same where a GradScaler looks for its scale: it halves that each time, from 65,536 to a ten-millionth."""
+
+MEASURED = "measured.json"
+"""Beside the best model: what was measured of it."""
+
 STATE_VERSION = 1
 
 
@@ -46,9 +53,9 @@ class Training:
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     course: Course
-    log: RunLog
     progress: TrainingProgress
     scaler: torch.amp.GradScaler | None = None
+    log: RunLog = field(init=False)
     position: Position = field(default_factory=Position)
     totals: UpdateTotals = field(default_factory=UpdateTotals)
     before: dict[str, float] = field(default_factory=dict)
@@ -56,6 +63,12 @@ class Training:
 
     after: dict[str, float] = field(default_factory=dict)
     """What was measured last."""
+
+    measured_at: int = -1
+    """The update after which that was; -1 before the first time."""
+
+    unsaved: CheckpointError | None = None
+    """Why the newest checkpoint could not be saved."""
 
     best: tuple[float, int] = (math.inf, 0)
     """The lowest validation loss, and the update after which it was measured."""
@@ -76,7 +89,6 @@ class Training:
 
         Raises:
             TooManySkippedBatchesError: No update came of ten batches in a row.
-            CheckpointError: The last checkpoint could not be saved.
         """
         size = self.settings.global_batch_size
         for batch, epoch, place in batches(self.source, size, self.position):
@@ -93,8 +105,11 @@ class Training:
                 self.evaluate(say=not complete)
             if not complete and self._due(self.settings.save_every):
                 self._save_or_say()
+        if stop.signal is None and (self.measured_at != self.position.updates or not math.isfinite(self.best[0])):
+            self.evaluate()  # of a checkpoint after which nothing was measured
+            self._saved = -1
         if self._saved != self.position.updates:
-            self.save()
+            self._save_or_say()
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.position.updates % every == 0
@@ -140,9 +155,9 @@ class Training:
     def _judge(self, applied: bool, good_loss: bool) -> None:
         if applied:
             self._good, self._bad_in_a_row = (self.position, dataclasses.replace(self.totals)), 0
-        elif good_loss and self.scaler is None:  # others are counted by the accumulator, or are the scaler's business
+        elif good_loss:  # others are counted by the accumulator
             self._bad_in_a_row += 1
-            if self._bad_in_a_row >= MOST_BAD_IN_A_ROW:
+            if self._bad_in_a_row >= (MOST_BAD_IN_A_ROW if self.scaler is None else MOST_SCALED_IN_A_ROW):
                 raise TooManySkippedBatchesError(
                     f"the gradient of {self._bad_in_a_row} batches in a row was not finite"
                 )
@@ -184,14 +199,13 @@ class Training:
         loss = float(report.loss)
         figures = {"loss": loss} | {name: float(value) for name, value in report.metrics.items()}
         self.log.write(self.position.updates, figures, part="validation")
-        self.after = figures
+        self.after, self.measured_at = figures, self.position.updates
         if self.position.updates == 0:
             self.before = figures
         if say:
             self.progress.say(f"after update {self.position.updates}: validation {measured(figures, self._unit)}")
-        if loss < self.best[0]:
+        if loss < self.best[0] and self._kept(loss):
             self.best = (loss, self.position.updates)
-            self._keep(self.folder / "best")
 
     @property
     def _unit(self) -> str:
@@ -204,13 +218,27 @@ class Training:
         drawn.sort(key=lambda one: len(one.example.ids))
         yield from wb.whole_batches(drawn, self.settings.global_batch_size, loader_yields="examples")
 
-    def _keep(self, folder: Path) -> None:
+    def _kept(self, loss: float) -> bool:
+        """Keep the model as the best one; False if it could not be saved."""
+        folder = self.folder / "best"
         try:
             with checkpoint.replaced(folder) as aside:
                 save_model(self.model, aside)
                 self.corpus.objective.tokenizer.save_pretrained(aside)
+                (aside / MEASURED).write_text(json.dumps({"loss": loss, "update": self.position.updates}))
         except OSError as error:
+            self.log.problems[f"best: {error.strerror}"] += 1
             self.progress.say(f"{folder} could not be saved: {error.strerror}; the one before is as it was")
+            return False
+        return True
+
+    def _best_there(self) -> tuple[float, int]:
+        """Of which model the folder of the best one is."""
+        try:
+            measured = json.loads((self.folder / "best" / MEASURED).read_text())
+            return float(measured["loss"]), int(measured["update"])
+        except (OSError, ValueError, LookupError):
+            return math.inf, 0
 
     # ---- State ----
 
@@ -226,9 +254,11 @@ class Training:
     def _save_or_say(self) -> None:
         try:
             self.save()
+            self.unsaved = None
         except CheckpointError as error:
-            self.log.problems[f"checkpoint: {error}"] += 1
-            self.progress.say(f"{error} The run goes on.")
+            self.unsaved = error
+            self.log.problems["checkpoint"] += 1
+            self.progress.say(f"{error}. The run goes on")
 
     def state(self) -> dict[str, Any]:
         """All that the run depends on besides the model, as plain values and tensors."""
@@ -250,6 +280,7 @@ class Training:
             "totals": dataclasses.asdict(self.totals),
             "before": self.before,
             "after": self.after,
+            "measured_at": self.measured_at,
             "best": list(self.best),
         }
 
@@ -258,11 +289,18 @@ class Training:
         self.position, self.totals = Position(**state["position"]), UpdateTotals(**state["totals"])
         self._good = (Position(**state["good"][0]), UpdateTotals(**state["good"][1]))
         self._bad_in_a_row = state["bad_in_a_row"]
+        decay = [group["weight_decay"] for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
+        for group, now in zip(self.optimizer.param_groups, decay, strict=True):  # which may have been set anew
+            group["weight_decay"] = now
         if self.scaler is not None and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         self.accumulator.load_state_dict(state["accumulator"])
         checkpoint.set_random_state(state["random"], self.device)
         self.before, self.after = dict(state["before"]), dict(state["after"])
-        self.best = (float(state["best"][0]), int(state["best"][1]))
+        self.measured_at, best = int(state["measured_at"]), (float(state["best"][0]), int(state["best"][1]))
+        if best == self._best_there():
+            self.best = best
+        elif math.isfinite(best[0]):  # it is of a course that the run has left, or was removed
+            self.progress.say(f"{self.folder / 'best'} is not of this course; the best is looked for anew")
         self._saved = self.position.updates

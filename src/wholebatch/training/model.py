@@ -51,6 +51,13 @@ def own_tokenizer(settings: TrainingSettings) -> PreTrainedTokenizerBase | None:
     return tokenizer
 
 
+def kept_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer that a run was begun with."""
+    with _named(str(folder)), _quiet():
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+    return tokenizer
+
+
 def build_model(settings: TrainingSettings, objective: Objective) -> nn.Module:
     """The model as training begins with it, on the CPU, in training mode.
 
@@ -78,7 +85,9 @@ def rebuilt_model(settings: TrainingSettings, objective: Objective, folder: Path
     auto = getattr(transformers, objective.auto_class)
     with torch.random.fork_rng(), _named(str(folder)), _quiet():
         torch.manual_seed(settings.seed or 0)
-        model = auto.from_config(AutoConfig.from_pretrained(folder))
+        config = AutoConfig.from_pretrained(folder)
+        config.update(_known(config, _dropout(settings)))
+        model = auto.from_config(config)
     return _adapted(model.to(_parameter_dtype(settings)), settings).train()
 
 

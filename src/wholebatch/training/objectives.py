@@ -95,14 +95,26 @@ class MaskedLM:
 
     tokenizer: PreTrainedTokenizerBase
     context_length: int
+    double: bool = False
+    """As for `CausalLM`."""
+
     auto_class = "AutoModelForMaskedLM"
     unit = "tokens"
-    loss_fn: LossFunction | None = None
-    count: Unit | None = None
 
     def __post_init__(self) -> None:
-        if self.tokenizer.mask_token_id is None:
-            raise ConfigurationError("objective='masked-lm': the model's tokenizer has no mask token")
+        if self.tokenizer.mask_token_id is None or self.tokenizer.pad_token_id is None:
+            raise ConfigurationError("objective='masked-lm': the model's tokenizer has no mask token, or no padding")
+        _check_room(self.tokenizer, self.context_length)
+
+    @property
+    def loss_fn(self) -> LossFunction | None:
+        """None where the model computes its own."""
+        return masked_token_loss if self.double else None
+
+    @property
+    def count(self) -> Unit | None:
+        """As `GradientAccumulator` takes it."""
+        return "tokens" if self.double else None
 
     def examples(self, document: Document) -> Iterator[Example]:
         """The document in pieces that fill the context, each with the tokenizer's own special tokens."""
@@ -163,6 +175,7 @@ class Classify:
                 f"objective='classify': the training documents have {len(self.labels)} class(es), "
                 f"{', '.join(self.labels)}; there must be two at least"
             )
+        _check_room(self.tokenizer, self.context_length)
         object.__setattr__(self, "_numbers", {label: number for number, label in enumerate(self.labels)})
 
     def examples(self, document: Document) -> Iterator[Example]:
@@ -203,6 +216,13 @@ def next_token_loss(model: nn.Module, batch: Batch) -> wb.LossSum:
     return wb.LossSum(cross_entropy(logits, labels, reduction="sum"), (labels != NO_LABEL).sum())
 
 
+def masked_token_loss(model: nn.Module, batch: Batch) -> wb.LossSum:
+    """The sum of the cross-entropies of the tokens to guess, in the model's own dtype."""
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.flatten(0, 1)
+    labels = batch["labels"].flatten()
+    return wb.LossSum(cross_entropy(logits, labels, reduction="sum"), (labels != NO_LABEL).sum())
+
+
 def class_loss(model: nn.Module, batch: Batch) -> wb.LossSum:
     """The sum of the cross-entropies of a micro-batch, its number of examples, and how many were told right."""
     inputs, labels = {name: field for name, field in batch.items() if name != "labels"}, batch["labels"]
@@ -221,3 +241,11 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 def _padded(rows: Sequence[Tensor], value: int) -> Tensor:
     return pad_sequence(list(rows), batch_first=True, padding_value=value)
+
+
+def _check_room(tokenizer: PreTrainedTokenizerBase, context_length: int) -> None:
+    special = tokenizer.num_special_tokens_to_add()
+    if context_length <= special:
+        raise ConfigurationError(
+            f"context_length={context_length}: the tokenizer adds {special} tokens of its own to each text; use more"
+        )

@@ -4,7 +4,7 @@ import itertools
 import os
 import shlex
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,21 +13,29 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import nn
-from transformers import AutoTokenizer
 
 import wholebatch as wb
 from wholebatch.errors import ConfigurationError
 from wholebatch.memory.device import budget_bytes
 from wholebatch.training import checkpoint
+from wholebatch.training.checkpoint import CheckpointError
 from wholebatch.training.course import Course, course_of, tokens_of
 from wholebatch.training.data import Corpus, load_corpus, python_documentation
 from wholebatch.training.documents import Document, Documents
 from wholebatch.training.loop import MOST_BAD_IN_A_ROW, STATE_VERSION, Training
-from wholebatch.training.model import adamw, build_model, learning_rate, own_tokenizer, rebuilt_model, save_model
+from wholebatch.training.model import (
+    adamw,
+    build_model,
+    kept_tokenizer,
+    learning_rate,
+    own_tokenizer,
+    rebuilt_model,
+    save_model,
+)
 from wholebatch.training.order import InOrder, Position, Shuffled, Source
 from wholebatch.training.progress import TrainingProgress
 from wholebatch.training.run_log import RunLog
-from wholebatch.training.run_report import RunReport, listed, measured, mebibytes
+from wholebatch.training.run_report import RunReport, counted, listed, measured, mebibytes
 from wholebatch.training.schedule import Schedule
 from wholebatch.training.settings import OPTIONS, TrainingSettings, typed
 from wholebatch.training.stopping import StopRequest
@@ -44,7 +52,10 @@ SETTINGS_FILE = "run.toml"
 ORIGIN = "origin"
 """The folder in it with the model's config and tokenizer, so that a run that is resumed needs nothing else."""
 
-FIXED = ("objective", "model", "lora", "context_length", "vocabulary_size", "dtype", "seed", "streaming")
+FIXED = (
+    "objective", "model", "lora", "vocabulary_size", "dtype", "seed", "streaming",
+    "documents", "text_column", "label_column", "context_length", "validation_fraction",
+)  # fmt: skip
 """What a run that is resumed cannot change: it would not be the same model, or not the same examples."""
 
 
@@ -98,18 +109,21 @@ def _trained(
     resumed = None if resume is None else _resumed(folder, settings, console)
     corpus = _corpus(settings, folder, resumed)
     model = _model(settings, corpus, folder, resumed).to(device)
-    _record(settings, corpus, model, folder)
-    position = Position() if resumed is None else resumed.position
-    with RunLog(folder, settings.given(), settings.track, None if resumed is None else position.updates) as log:
-        training = _training(settings, corpus, model, device, budget, resumed, log, console)
-        facts = _facts(training, budget)
-        console.print(_introduction(facts, settings), highlight=False, soft_wrap=True, markup=False)
+    training = _training(settings, corpus, model, device, budget, resumed, console)
+    _record(settings, corpus, model, folder, anew=resumed is None)
+    resumed_at = None if resumed is None else training.position.updates
+    evaluated = training.measured_at == training.position.updates
+    facts, unit = _facts(training, budget), corpus.objective.unit
+    with RunLog(folder, settings.given(), settings.track, resumed_at, evaluated) as log, StopRequest() as stop:
+        training.log = log
+        console.print(_introduction(facts, settings, corpus.left_out), highlight=False, soft_wrap=True, markup=False)
         if not training.before:
             training.evaluate()
-        unit = corpus.objective.unit
         line = f"before training: {measured(training.before, unit)} ({corpus.guess})"
         console.print(line, highlight=False, soft_wrap=True)
-        with StopRequest() as stop, training.progress:
+        if training.course.reached(training.position):
+            console.print(f"nothing is left to train: {training.position.updates:,} updates are done", highlight=False)
+        with training.progress:
             training.run(stop)
         return _concluded(training, facts, stop, started, console)
 
@@ -146,12 +160,22 @@ def _run_folder(settings: TrainingSettings) -> Path:
         raise ConfigurationError(f"output_dir={str(folder)!r}: {error.strerror}; name another folder") from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigurationError(f"output_dir={str(folder)!r}: not writable; name another folder")
-    if (folder / SETTINGS_FILE).exists():
+    if _holds_a_run(folder):
         raise ConfigurationError(
             f"output_dir={str(folder)!r} holds a run: go on with it (--resume {shlex.quote(str(folder))}), or name "
             "another folder"
         )
     return folder
+
+
+def _holds_a_run(folder: Path) -> bool:
+    """Whether something would be lost; a run that was refused, or stopped before its first update, left nothing."""
+    if checkpoint.newest(folder) is not None or (folder / "last").exists():
+        return True
+    try:
+        return '"part": "train"' in (folder / "metrics.jsonl").read_text(encoding="utf-8")
+    except OSError:
+        return False
 
 
 def _free_folder() -> Path:
@@ -168,6 +192,8 @@ def _resumed(folder: Path, settings: TrainingSettings, console: Console) -> Resu
         raise ConfigurationError(f"resume={str(folder)!r}: no run there ({SETTINGS_FILE} is missing)")
     checkpoint.tidy(folder)
     newest = checkpoint.newest(folder)
+    if newest is None and (folder / "last").exists():
+        raise ConfigurationError(f"resume={str(folder)!r}: the run is complete, and its checkpoints have been removed")
     if newest is None:
         console.print(f"{folder}: stopped before its first checkpoint; it begins anew", highlight=False)
         return None
@@ -193,7 +219,7 @@ def _resumed(folder: Path, settings: TrainingSettings, console: Console) -> Resu
 
 
 def _corpus(settings: TrainingSettings, folder: Path, resumed: Resumed | None) -> Corpus:
-    tokenizer = own_tokenizer(settings) if resumed is None else AutoTokenizer.from_pretrained(folder / ORIGIN)
+    tokenizer = own_tokenizer(settings) if resumed is None else kept_tokenizer(folder / ORIGIN)
     corpus = load_corpus(_documents(settings), settings, tokenizer)
     if resumed is not None and resumed.state["fingerprint"] != corpus.fingerprint:
         raise ConfigurationError(
@@ -221,13 +247,27 @@ def _model(settings: TrainingSettings, corpus: Corpus, folder: Path, resumed: Re
     return model
 
 
-def _record(settings: TrainingSettings, corpus: Corpus, model: nn.Module, folder: Path) -> None:
-    """Keep what a run that is resumed needs: its config and tokenizer, then, last, its settings."""
-    if not (folder / ORIGIN).exists():
-        with checkpoint.replaced(folder / ORIGIN) as aside:
+def _record(settings: TrainingSettings, corpus: Corpus, model: nn.Module, folder: Path, anew: bool) -> None:
+    """Keep what a run that is resumed needs: its config and tokenizer, then, last, its settings.
+
+    Raises:
+        CheckpointError: The disk refuses.
+    """
+    if anew:
+        with _saved(folder / ORIGIN) as aside:
             model.config.save_pretrained(aside)  # type: ignore[union-attr, operator]
             corpus.objective.tokenizer.save_pretrained(aside)
     checkpoint.write_text(folder / SETTINGS_FILE, settings.toml())
+
+
+@contextmanager
+def _saved(folder: Path) -> Iterator[Path]:
+    """As `checkpoint.replaced`, with an error for the user."""
+    try:
+        with checkpoint.replaced(folder) as aside:
+            yield aside
+    except OSError as error:
+        raise CheckpointError(f"{str(folder)!r} could not be saved: {error.strerror}; make room") from error
 
 
 def _training(
@@ -237,7 +277,6 @@ def _training(
     device: torch.device,
     budget: int | None,
     resumed: Resumed | None,
-    log: RunLog,
     console: Console,
 ) -> Training:
     start = Position() if resumed is None else resumed.position
@@ -270,14 +309,19 @@ def _training(
         optimizer=optimizer,
         schedule=_schedule(settings, course, order, corpus),
         course=course,
-        log=log,
         progress=progress,
         scaler=scaler,
     )
     if resumed is None:
         torch.manual_seed(seed)
-    else:
-        training.load_state(resumed.state)
+        return training
+    training.load_state(resumed.state)
+    before = int(resumed.state["total_examples"])
+    if course.total_examples != before:
+        console.print(
+            f"{course.total_examples:,} examples in all, {before:,} before: the learning rate follows the new course",
+            highlight=False,
+        )
     return training
 
 
@@ -286,30 +330,46 @@ def _schedule(settings: TrainingSettings, course: Course, order: Shuffled | None
     if settings.schedule_unit == "tokens" and order is not None:
         total = tokens_of(order, [len(example.ids) for example in corpus.known or ()], total)
     warm_up = settings.warm_up * total if settings.warm_up < 1 else settings.warm_up
+    if warm_up > total:
+        raise ConfigurationError(
+            f"warm_up={settings.warm_up:g} {settings.schedule_unit}: the whole run has {total:,}, so that the learning "
+            "rate would never reach its peak; a part below 1 is a part of the run"
+        )
     return Schedule(learning_rate(settings), total, warm_up, settings.final_learning_rate, settings.schedule)
 
 
 def _concluded(
     training: Training, facts: dict[str, Any], stop: StopRequest, started: float, console: Console
 ) -> RunReport:
-    """Evaluate, save the last model, and report; of a run that was stopped, report only."""
-    if stop.signal is None:
-        with checkpoint.replaced(training.folder / "last") as aside:
+    """Save the last model, and report; of a run that was stopped, report only.
+
+    Raises:
+        CheckpointError: The last checkpoint, or the model, could not be saved.
+    """
+    stopped = stop.signal
+    if stopped is None:
+        with _saved(training.folder / "last") as aside:
             save_model(training.model, aside)
             training.corpus.objective.tokenizer.save_pretrained(aside)
     report = RunReport(
         **facts,
+        left_out=dict(training.corpus.left_out),
         validation_before=training.before,
-        validation_after=training.after if stop.signal is None else {},
+        validation_after=training.after if stopped is None else {},
         best=training.best,
         updates=training.totals,
-        stopped_by=None if stop.signal is None else stop.signal.name,
-        exit_code=stop.exit_code,
+        stopped_by=None if stopped is None else stopped.name,
+        exit_code=0 if stopped is None else 128 + stopped,
         problems=dict(training.log.problems),
         seconds=time.perf_counter() - started,
     )
-    report.write(training.folder)
+    try:
+        report.write(training.folder)
+    except OSError as error:
+        console.print(f"the report could not be written: {error.strerror}", highlight=False)
     console.print(_conclusion(report), highlight=False, soft_wrap=True, markup=False)
+    if training.unsaved is not None:
+        raise training.unsaved
     return report
 
 
@@ -329,14 +389,13 @@ def _facts(training: Training, budget: int | None) -> dict[str, Any]:
         "num_validation_examples": len(training.corpus.validation),
         "guess": training.corpus.guess,
         "guess_value": training.corpus.guess_value,
-        "left_out": dict(training.corpus.left_out),
         "total_updates": training.course.total_updates,
         "memory_budget_bytes": budget,
         "versions": installed_versions(),
     }
 
 
-def _introduction(facts: dict[str, Any], settings: TrainingSettings) -> str:
+def _introduction(facts: dict[str, Any], settings: TrainingSettings, left_out: Mapping[str, int]) -> str:
     trained = facts["num_trainable"] != facts["num_parameters"]
     text = ", ".join(settings.data) if settings.data else "Python's documentation"
     lines = [
@@ -345,15 +404,16 @@ def _introduction(facts: dict[str, Any], settings: TrainingSettings) -> str:
         + f", on {facts['device']}; memory budget {mebibytes(facts['memory_budget_bytes'])}",
         f"{text}: {_examples(facts['num_train_examples'])} of at most {settings.context_length} tokens to train on, "
         f"{facts['num_validation_examples']:,} held out",
-        f"{facts['total_updates']:,} updates of {settings.global_batch_size:,} examples; run folder {facts['folder']}",
+        f"{counted(facts['total_updates'], 'update')} of {counted(settings.global_batch_size, 'example')}; "
+        f"run folder {facts['folder']}",
     ]
-    if facts["left_out"]:
-        lines.insert(2, f"left out: {listed(facts['left_out'])}")
+    if left_out:
+        lines.insert(2, f"left out: {listed(left_out)}")
     return "\n".join(lines)
 
 
 def _examples(known: int | None) -> str:
-    return "examples" if known is None else f"{known:,} examples"
+    return "examples" if known is None else counted(known, "example")
 
 
 def _conclusion(report: RunReport) -> str:

@@ -47,13 +47,19 @@ class RunLog:
         trackers: Modules to log to as well: "wandb", "trackio".
         resumed_at: Updates made where the run goes on: what was written of later ones is dropped. None: a new run,
             and the log of an earlier one in the same folder is dropped.
+        evaluated: Whether what was measured after that very update is known; if not, it is dropped too.
 
     Raises:
         ConfigurationError: The folder cannot be written to, or a tracker is not installed or does not start.
     """
 
     def __init__(
-        self, run: Path, settings: Mapping[str, Any], trackers: Sequence[str] = (), resumed_at: int | None = None
+        self,
+        run: Path,
+        settings: Mapping[str, Any],
+        trackers: Sequence[str] = (),
+        resumed_at: int | None = None,
+        evaluated: bool = True,
     ) -> None:
         self.problems: Counter[str] = Counter()
         """How often something could not be written, by reason."""
@@ -61,7 +67,7 @@ class RunLog:
         self._places: dict[str, _Place] = {}
         try:
             run.mkdir(parents=True, exist_ok=True)
-            self._places["metrics.jsonl"] = _Lines(run / "metrics.jsonl", resumed_at)
+            self._places["metrics.jsonl"] = _Lines(run / "metrics.jsonl", resumed_at, evaluated)
             self._open_events(run / "tensorboard", resumed_at)
         except OSError as error:
             raise ConfigurationError(
@@ -120,8 +126,8 @@ class RunLog:
 class _Lines:
     """A JSON object per line, each update once."""
 
-    def __init__(self, file: Path, resumed_at: int | None) -> None:
-        kept = b"" if resumed_at is None else b"".join(_lines_up_to(file, resumed_at))
+    def __init__(self, file: Path, resumed_at: int | None, evaluated: bool) -> None:
+        kept = b"" if resumed_at is None else b"".join(_lines_up_to(file, resumed_at, evaluated))
         aside = file.with_name(f".{file.name}.wholebatch-new")
         with aside.open("wb") as opened:
             opened.write(kept)
@@ -244,20 +250,21 @@ def _append(file: Path, content: bytes) -> None:
         os.close(opened)
 
 
-def _lines_up_to(file: Path, update: int) -> list[bytes]:
-    """The whole lines of updates up to this one."""
+def _lines_up_to(file: Path, update: int, evaluated: bool) -> list[bytes]:
+    """The whole lines of updates up to this one; of what was measured after it only if `evaluated`."""
     try:
         lines = file.read_bytes().splitlines(keepends=True)
     except FileNotFoundError:
         return []
-    return [line for line in lines if line.endswith(b"\n") and _update(line) <= update]
+    return [line for line in lines if line.endswith(b"\n") and _is_kept(line, update, evaluated)]
 
 
-def _update(line: bytes) -> float:
+def _is_kept(line: bytes, update: int, evaluated: bool) -> bool:
     try:
-        return float(json.loads(line)["update"])
+        figures = json.loads(line)
+        return figures["update"] < update or (figures["update"] == update and (evaluated or figures["part"] == "train"))
     except (ValueError, LookupError, TypeError):  # not a line of ours
-        return math.inf
+        return False
 
 
 def _finite(value: Figure) -> Figure:

@@ -198,8 +198,13 @@ def measured(figures: Mapping[str, float], unit: str) -> str:
 
 
 def listed(reasons: Mapping[str, int]) -> str:
-    """Reasons with their numbers: `3 not UTF-8 (a.txt), 1 empty`."""
-    return ", ".join(f"{times:,} {reason}" for reason, times in reasons.items())
+    """Reasons, with their numbers where there are several: `empty (a.txt), text missing (b.jsonl): 3 times`."""
+    return ", ".join(reason + (f": {times:,} times" if times > 1 else "") for reason, times in reasons.items())
+
+
+def counted(number: int, what: str) -> str:
+    """`1 update`, `1,234 updates`."""
+    return f"{number:,} {what}" + "s" * (number != 1)
 
 
 def number(known: int | None) -> str:

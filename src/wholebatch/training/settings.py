@@ -101,17 +101,34 @@ class TrainingSettings:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be right before any work is done."""
+        self._check_numbers()
+        self._check_together()
+        for name, value in self.given().items():
+            texts = value if isinstance(value, list) else [value]
+            if any("\udc80" <= sign <= "\udcff" for text in texts for sign in str(text)):  # how Python shows such bytes
+                raise ConfigurationError(f"{name}={value!r}: a path that is not UTF-8 cannot be recorded")
+
+    def _check_numbers(self) -> None:
         for name in ("global_batch_size", "max_steps", "epochs", "keep_checkpoints", "threads"):
             self._at_least(name, 1)
         for name in ("eval_every", "save_every", "lora", "seed"):
             self._at_least(name, 0)
         self._at_least("context_length", 2)
+        self._at_least("vocabulary_size", 260)  # every byte has a token of its own
         self._number("learning_rate", above=0.0)
+        self._number("validation_fraction", above=0.0, high=0.9)
         for name in ("warm_up", "weight_decay", "clip_norm"):
             self._number(name, low=0.0)
         for name in ("final_learning_rate", "dropout"):
             self._number(name, low=0.0, high=1.0)
-        self._number("validation_fraction", above=0.0, high=0.9)
+        if isinstance(self.micro_batch_size, int) and self.micro_batch_size < 1:
+            raise ConfigurationError(
+                f'micro_batch_size={self.micro_batch_size}: use "auto", or a whole number from 1 up'
+            )
+        if self.seed is not None and self.seed >= 2**63:
+            raise ConfigurationError(f"seed={self.seed}: use a whole number from 0 to 2**63 - 1")
+
+    def _check_together(self) -> None:
         if self.max_steps is not None and self.epochs is not None:
             raise ConfigurationError(f"max_steps={self.max_steps} and epochs={self.epochs}: set one of them")
         if self.streaming and self.max_steps is None:
@@ -119,8 +136,6 @@ class TrainingSettings:
         if self.streaming and (not self.data or self.schedule_unit == "tokens"):
             what = 'schedule_unit="tokens" needs to know all of it' if self.data else "name the files with data"
             raise ConfigurationError(f"streaming: the data is read from files as the run goes on; {what}")
-        if self.seed is not None and self.seed >= 2**63:
-            raise ConfigurationError(f"seed={self.seed}: use a whole number from 0 to 2**63 - 1")
 
     def _at_least(self, name: str, low: int) -> None:
         value = getattr(self, name)
@@ -131,9 +146,8 @@ class TrainingSettings:
         value = getattr(self, name)
         if value is None or (math.isfinite(value) and low <= value <= high and (above is None or value > above)):
             return
-        wanted = (
-            f"above {above:g}" if above is not None else f"from {low:g} {'up' if high == math.inf else f'to {high:g}'}"
-        )
+        wanted = f"above {above:g}" if above is not None else f"from {low:g}"
+        wanted += f" to {high:g}" if high < math.inf else " up" if above is None else ""
         raise ConfigurationError(f"{name}={value}: use a number {wanted}")
 
     def given(self) -> dict[str, Any]:
@@ -194,6 +208,8 @@ def read_toml(file: Path) -> dict[str, Any]:
         name = key.replace("-", "_")
         if name not in OPTIONS:
             raise ConfigurationError(f"config {str(file)!r}: there is no option {key!r}; see wholebatch train --help")
+        if name in options:
+            raise ConfigurationError(f"config {str(file)!r} sets {key!r} twice")
         options[name] = typed(name, value, f"config {str(file)!r}")
     return options
 
@@ -254,4 +270,4 @@ def _toml_value(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, list):
         return f"[{', '.join(map(_toml_value, value))}]"
-    return json.dumps(value) if isinstance(value, str) else repr(value)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
