@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy
@@ -445,3 +446,41 @@ def test_a_count_is_verified_on_the_first_batch_that_is_finite(model: Tagger) ->
     batch["poison"].zero_()
     with nothing_changed(model), pytest.raises(LossNotAdditiveError):
         engine.backward(batch)
+
+
+class Attending(nn.Module):
+    """Attention over all positions, padding too, unless a mask is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 9)
+
+    def forward(self, ids: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+        return self.head(self.layer(self.embedding(ids), src_key_padding_mask=padding))
+
+
+def test_a_model_that_sees_the_padding_is_told_so() -> None:
+    """The loss of an example then depends on how far it is padded; with the mask, all is well."""
+    torch.manual_seed(0)
+    examples = [torch.randint(1, 9, (length,)) for length in (3, 9, 5, 7, 2, 8)]
+
+    def collate(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        return {"ids": ids, "labels": ids.masked_fill(ids == 0, -100)}
+
+    def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor], masked: bool) -> torch.Tensor:
+        logits = model(batch["ids"], (batch["ids"] == 0) if masked else None)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+    model = Attending().double()
+    for masked in (False, True):
+        whole = wb.GradientAccumulator(
+            model, partial(loss_fn, masked=masked), count="tokens", micro_batch_size=2, collate_fn=collate
+        )
+        if masked:
+            assert whole.backward(examples).should_step
+        else:
+            with pytest.raises(LossNotAdditiveError, match=r"unless all are padded alike.*the model sees the padding"):
+                whole.backward(examples)

@@ -26,7 +26,15 @@ from wholebatch.errors import (
 )
 from wholebatch.evidence import Witness
 from wholebatch.gradients.precision import one_autocast
-from wholebatch.loss.advice import bent, refusal, refusal_apart, seed_ignored, suggestion, suggestion_apart
+from wholebatch.loss.advice import (
+    bent,
+    padding_matters,
+    refusal,
+    refusal_apart,
+    seed_ignored,
+    suggestion,
+    suggestion_apart,
+)
 from wholebatch.loss.counting import ONLY
 from wholebatch.loss.hugging_face import hugging_face_model, own_count
 from wholebatch.loss.measured import FRACTION_BITS
@@ -278,8 +286,10 @@ class FirstBatch:
             raise LossNotAdditiveError(refusal_apart(pieces, rivals, shown[0], name))
 
     def _blame_layout(self, sample: Sample, parameters: Sequence[nn.Parameter], error: Exception) -> None:
-        """Raise `BatchLayoutError` if the trouble goes away when one field is read in another way."""
+        """Raise what says so if the trouble goes away with the padding, or when one field is read in another way."""
         if sample.collated and self._adds_up(replace(sample, collated=()), parameters):
+            if isinstance(error, LossNotAdditiveError):
+                raise LossNotAdditiveError(padding_matters(error)) from error
             return  # padded alike, the parts add up: it is the padding, not a field
         for path, what, layout, other in sample.other_layouts():
             if self._adds_up(other, parameters):

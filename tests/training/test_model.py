@@ -43,10 +43,10 @@ def test_the_seed_alone_decides_the_initial_parameters(causal: CausalLM) -> None
     """The caller's random numbers neither matter nor are used up."""
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    first = build_model(settings(), causal)
+    first, _ = build_model(settings(), causal)
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(6)
-    second, other = build_model(settings(seed=0), causal), build_model(settings(seed=1), causal)
+    (second, _), (other, _) = build_model(settings(seed=0), causal), build_model(settings(seed=1), causal)
     assert torch.equal(first.lm_head.weight, second.lm_head.weight)
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
 
@@ -55,7 +55,7 @@ def test_presets_have_the_size_that_help_promises(causal: CausalLM, masked: Mask
     """Without the embeddings, which go by the vocabulary."""
     for name, low, high in (("tiny", 0.8e6, 1.3e6), ("small", 10e6, 16e6)):
         for objective, kind in ((causal, "causal-lm"), (masked, "masked-lm")):
-            model = build_model(settings(model=name, objective=kind), objective)
+            model, _ = build_model(settings(model=name, objective=kind), objective)
             embedded = model.get_input_embeddings().weight.numel()
             assert low < sum(p.numel() for p in model.parameters()) - embedded < high
             assert model.training
@@ -65,7 +65,7 @@ def test_a_config_is_trained_from_nothing_with_the_tokenizer_made_for_it(causal:
     file = tmp_path / "config.json"
     config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=7)
     file.write_text(json.dumps(config.to_dict()))
-    model = build_model(settings(model=str(file)), causal)
+    model, _ = build_model(settings(model=str(file)), causal)
     assert (model.config.hidden_size, model.config.vocab_size) == (8, len(causal.tokenizer))
     assert own_tokenizer(settings(model=str(file))) is None
 
@@ -73,7 +73,9 @@ def test_a_config_is_trained_from_nothing_with_the_tokenizer_made_for_it(causal:
 def test_pretrained_weights_are_those_of_the_folder(minilm: str) -> None:
     given = settings(model=minilm, objective="masked-lm", dropout=0.0)
     objective = MaskedLM(own_tokenizer(given), 16)
-    model = build_model(given, objective)
+    model, new = build_model(given, objective)
+    assert new
+    assert all(name.startswith("cls.predictions") for name in new)  # the head is not in the package
     expected = AutoModelForMaskedLM.from_pretrained(minilm, dtype=torch.float32)
     assert torch.equal(
         model.bert.encoder.layer[3].output.dense.weight, expected.bert.encoder.layer[3].output.dense.weight
@@ -84,7 +86,7 @@ def test_pretrained_weights_are_those_of_the_folder(minilm: str) -> None:
 def test_a_classifier_knows_its_classes_by_name(minilm: str, tmp_path: Path) -> None:
     given = settings(model=minilm, objective="classify", dtype="float64")
     objective = Classify(own_tokenizer(given), 16, ["blue", "green", "red"])
-    model = build_model(given, objective)
+    model, _ = build_model(given, objective)
     assert model.config.id2label == {0: "blue", 1: "green", 2: "red"}
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
     save_model(model, tmp_path)
@@ -95,7 +97,7 @@ def test_a_classifier_knows_its_classes_by_name(minilm: str, tmp_path: Path) -> 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_adapters_alone_are_trained_and_are_merged_when_saved(causal: CausalLM, tmp_path: Path) -> None:
-    model = build_model(settings(lora=2), causal)
+    model, _ = build_model(settings(lora=2), causal)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained
     assert all("lora_" in name for name in trained)
@@ -127,7 +129,7 @@ def test_a_rebuilt_model_computes_the_same(
     }[kind]
     if kind == "pretrained":
         objective = MaskedLM(own_tokenizer(given), 16)
-    model = build_model(given, objective)
+    model, _ = build_model(given, objective)
     model.config.save_pretrained(tmp_path / "origin")
     again = rebuilt_model(given, objective, tmp_path / "origin")
     again.load_state_dict(model.state_dict())
@@ -183,11 +185,11 @@ def test_a_model_that_sees_what_comes_is_no_causal_one(minilm: str) -> None:
 
 def test_a_decoder_tells_classes_too(causal: CausalLM, tmp_path: Path) -> None:
     """Its tokenizer may have no padding, and it looks for the last token before that."""
-    build_model(settings(), causal).save_pretrained(tmp_path)
+    build_model(settings(), causal)[0].save_pretrained(tmp_path)
     causal.tokenizer.save_pretrained(tmp_path)
     given = settings(model=str(tmp_path), objective="classify")
     objective = Classify(own_tokenizer(given), 16, ["a", "b"])
-    model = build_model(given, objective)
+    model, _ = build_model(given, objective)
     examples = [one for text in TEXTS for one in objective.examples(Document(text, "a"))]
     both = objective.collate([Drawn(one, 0) for one in examples])
     alone = [objective.collate([Drawn(one, 0)]) for one in examples]
@@ -196,7 +198,7 @@ def test_a_decoder_tells_classes_too(causal: CausalLM, tmp_path: Path) -> None:
 
 
 def test_weight_decay_spares_the_vectors(causal: CausalLM) -> None:
-    model = build_model(settings(), causal)
+    model, _ = build_model(settings(), causal)
     matrices, vectors = adamw(model, 1e-3, 0.1).param_groups
     assert {p.ndim for p in matrices["params"]} == {2}
     assert {p.ndim for p in vectors["params"]} == {1}

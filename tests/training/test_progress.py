@@ -63,11 +63,25 @@ def test_a_terminal_gets_one_live_line() -> None:
     )
 
 
-def test_the_arithmetic_is_shown_once_and_when_it_is_settled() -> None:
-    """While sizes are being measured, the parts of a batch are unequal, and say nothing about the run."""
-    text = shown(6, terminal=False, cuts=[(1, 1, 2, 2, 4, 4), (5, 5, 4)])
-    assert text.count("examples =") == 1
-    assert "14 examples = 2 micro-batches × 5 + 1 micro-batch × 4" in text
+def test_the_arithmetic_is_shown_when_it_has_changed() -> None:
+    """While sizes are being measured, the parts of a batch are unequal; the last batch of an epoch is smaller."""
+    cuts = [(1, 1, 2, 2, 4, 4), (5, 5, 4), (5, 5, 4), (4,), (7, 7), (7, 7)]
+    text = shown(8, terminal=False, cuts=cuts)
+    assert [line for line in text.splitlines() if "example" in line] == [
+        "14 examples = 2 micro-batches × 5 + 1 micro-batch × 4",
+        "14 examples = 2 micro-batches × 7",
+    ]
+
+
+def test_skipped_batches_are_shown() -> None:
+    out, totals = io.StringIO(), UpdateTotals()
+    with TrainingProgress(Console(file=out, width=120), 2) as progress:
+        for applied in (True, False):
+            totals.add(step_report((4,) * 16), seconds=0.5, num_tokens=520, applied=applied)
+            progress.show(totals)
+    first, second = (line for line in out.getvalue().splitlines() if line.startswith("update"))
+    assert "skipped" not in first
+    assert "1 skipped" in second
 
 
 def test_a_slow_run_is_never_silent_for_long(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from wholebatch.training.documents import Document
 from wholebatch.training.order import Drawn, Shuffled
 from wholebatch.training.recipe import train
 from wholebatch.training.run_report import RunReport
-from wholebatch.training.settings import TrainingSettings
+from wholebatch.training.settings import TrainingSettings, read_toml, settings_of
 
 STEPS = 4
 
@@ -149,6 +149,8 @@ def test_the_report_is_complete(run: tuple[RunReport, str]) -> None:
 def test_the_arithmetic_and_the_losses_are_printed(run: tuple[RunReport, str]) -> None:
     report, printed = run
     assert "64 examples = 4 micro-batches × 16\n" in printed
+    assert f"4 updates of 64 examples ({4 * 64 / report.num_train_examples:.3g} epochs)" in printed
+    assert "learning rate up to 0.006, cosine" in printed
     assert f"before training: loss {report.validation_before['loss']:.3f} nats per token ({report.guess})\n" in printed
     assert f"after training: loss {report.validation_after['loss']:.3f} nats per token ({report.guess})\n" in printed
     assert f"to train longer: wholebatch train --resume {report.folder} --max-steps {2 * STEPS}\n" in printed
@@ -208,6 +210,7 @@ def test_classes_are_learned_and_named(small: dict[str, Any], tmp_path: Path) ->
     assert report.validation_after["accuracy"] == 1.0
     assert "always the most frequent class: accuracy" in printed
     assert "nats per example" in printed
+    assert "2 classes: cat, dog\n" in printed
     model = AutoModelForSequenceClassification.from_pretrained(Path(report.folder, "best"))
     assert model.config.id2label == {0: "cat", 1: "dog"}
 
@@ -219,7 +222,8 @@ def test_a_stream_is_trained_on_without_a_length(small: dict[str, Any]) -> None:
     full, rest = divmod(seen, 4)
     epoch = [4] * full + ([rest] if rest else [])
     assert (held_out > 0, sizes) == (True, (epoch * 2)[:11])
-    assert "lines.txt: examples of at most 16 tokens to train on" in printed
+    assert "lines.txt (1 file): examples of at most 16 tokens to train on" in printed
+    assert "so few are held out that their loss says little" in printed
 
 
 # ---- Going on ----
@@ -425,6 +429,41 @@ def test_a_run_that_was_refused_does_not_take_its_folder(small: dict[str, Any]) 
     file.write_text(file.read_text() + "\nand one more line")
     report, _ = trained(TrainingSettings(**small | {"max_steps": 2}))
     trained(TrainingSettings(**small | {"max_steps": 3}), Path(report.folder))
+
+
+def test_a_run_without_any_update_is_no_success(small: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def never_finite(training: loop.Training) -> float:
+        return math.nan
+
+    monkeypatch.setattr(loop.Training, "_stepped", never_finite)
+    with pytest.raises(TooManySkippedBatchesError, match="none of the 3 batches led to an update"):
+        trained(TrainingSettings(**small | {"max_steps": 3}))
+
+
+def test_a_scaler_that_finds_no_scale_gives_up(small: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop.Training, "_stepped", lambda training: math.nan)
+    with pytest.raises(TooManySkippedBatchesError, match="gradient of 40 batches in a row was not finite"):
+        trained(TrainingSettings(**small | {"max_steps": 60, "dtype": "float16"}))
+    assert len(lines_of(Path(small["output_dir"]))) == 40
+
+
+def test_a_run_that_is_refused_leaves_no_folder(small: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="matches no file"):
+        trained(TrainingSettings(**small | {"data": ("nowhere.txt",)}))
+    assert not Path(small["output_dir"]).exists()
+
+
+def test_a_run_can_be_gone_on_with_from_anywhere(
+    small: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    relative = small | {"data": ("lines.txt",), "model": "config.json", "output_dir": Path("run"), "max_steps": 1}
+    trained(TrainingSettings(**relative))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    recorded = read_toml(Path("../run/run.toml"))
+    report, _ = trained(settings_of(recorded, {"max_steps": 2}), Path("../run"))
+    assert report.updates.batches == 2
 
 
 def test_a_warm_up_longer_than_the_run_is_refused(small: dict[str, Any]) -> None:

@@ -57,6 +57,16 @@ def bent() -> str:
     )
 
 
+def padding_matters(refused: Exception) -> str:
+    """Of parts that add up as long as all are padded alike."""
+    return (
+        f"{str(refused).partition(':')[0]}, unless all are padded alike: an example's loss depends on how far it is "
+        "padded. Either the model sees the padding, as attention without a padding mask does: give it the mask "
+        "(attention_mask, src_key_padding_mask). Or the loss's denominator contains the padded length: return "
+        "wb.LossSum(sum, count)."
+    )
+
+
 def _said(stated: str | None) -> str:
     if stated in (None, "function"):
         return "your count function"

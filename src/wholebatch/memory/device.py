@@ -48,26 +48,29 @@ def budget_bytes(budget: str | int | float, device: torch.device) -> int | None:
         return _fraction_bytes(budget, device)
     size = budget if isinstance(budget, int) else _parse_size(budget)
     if size < MIB:
+        with_unit = f'"{budget}GiB"' if str(budget).isdecimal() and size else '"6GiB"'
         raise MemoryBudgetError(
             f"memory_budget={budget!r} is {size:,} bytes, below 1 MiB. Without a unit it is bytes: did you mean a "
-            f'fraction such as 0.9 (a float), or a size with its unit such as "{budget}GiB"?'
+            f"fraction such as 0.9 (a float), or a size with its unit such as {with_unit}?"
         )
     return size
 
 
 def _parse_size(text: str) -> int:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", text)
-    if match is None or match[2] not in _UNITS:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)\s*", text, re.IGNORECASE)
+    unit = "" if match is None else f"{match[2].upper()}{match[3].lower()}{match[4].upper()}"
+    if match is None or unit not in _UNITS:
         raise MemoryBudgetError(
             f'memory_budget={text!r}: use "auto", bytes, "6GiB", "900MB", or a fraction such as 0.9'
         )
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(float(match[1]) * _UNITS[unit])
 
 
 def _fraction_bytes(fraction: float, device: torch.device) -> int:
     if not 0 < fraction <= 1:
+        as_size = f'"{fraction:g}GiB"' if 1 < fraction < 1e6 else '"6GiB"'
         raise MemoryBudgetError(
-            f'memory_budget={fraction!r}: a fraction lies in (0, 1]; bytes are an int, and "{fraction:g}GiB" is a size'
+            f"memory_budget={fraction!r}: a fraction lies in (0, 1]; bytes are an int, and {as_size} is a size"
         )
     total = _total_bytes(device)
     if total is None:

@@ -236,9 +236,9 @@ def _split(documents: Iterable[Document], fraction: float) -> tuple[list[Documen
     seen, held_out = parts
     if not held_out or not seen:
         raise ConfigurationError(
-            f"{len(seen) + len(held_out)} documents: {len(seen)} to train on and {len(held_out)} held out, and both "
-            f"parts need at least one; {fraction:.0%} are held out, chosen by their content, so use more documents "
-            "(of a few long files: documents='paragraph'), or another validation_fraction"
+            f"documents: {len(seen)} to train on and {len(held_out)} held out, and both parts need at least one. About "
+            f"{fraction:.0%} are held out, chosen by their content: use more documents (of a few .txt: --documents "
+            "paragraph, or line), or another --validation-fraction"
         )
     return seen, held_out
 

@@ -110,6 +110,11 @@ class Training:
             self._saved = -1
         if self._saved != self.position.updates:
             self._save_or_say()
+        if stop.signal is None and 0 < self.totals.batches == self.totals.skipped_batches:
+            raise TooManySkippedBatchesError(
+                f"none of the {self.totals.batches} batches led to an update: no loss or gradient was finite, or none "
+                "had a label. metrics.jsonl says which; try float32, or a lower learning rate"
+            )
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.position.updates % every == 0

@@ -1,6 +1,7 @@
 """The model that is trained: from nothing by a preset or a config, or pretrained; its optimizer; how it is saved."""
 
 import copy
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,8 +59,8 @@ def kept_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def build_model(settings: TrainingSettings, objective: Objective) -> nn.Module:
-    """The model as training begins with it, on the CPU, in training mode.
+def build_model(settings: TrainingSettings, objective: Objective) -> tuple[nn.Module, list[str]]:
+    """The model as training begins with it, on the CPU, in training mode; and what pretrained weights do not have.
 
     Raises:
         ConfigurationError: There is no such model, it does not suit the objective, or its tokenizer is too large.
@@ -71,13 +72,16 @@ def build_model(settings: TrainingSettings, objective: Objective) -> nn.Module:
         if pretrained(settings):
             config = AutoConfig.from_pretrained(settings.model)
             config.update(_known(config, overrides))
-            model = auto.from_pretrained(settings.model, config=config, dtype=torch.float32)
+            model, loaded = auto.from_pretrained(
+                settings.model, config=config, dtype=torch.float32, output_loading_info=True
+            )
         else:
             config = _config(settings, objective)
             config.update(_known(config, overrides))
-            model = auto.from_config(config)
+            model, loaded = auto.from_config(config), {"missing_keys": ()}
     _check(model, settings, objective)
-    return _adapted(model.to(_parameter_dtype(settings)), settings).train()
+    new = sorted({name.rpartition(".")[0] for name in loaded["missing_keys"]})
+    return _adapted(model.to(_parameter_dtype(settings)), settings).train(), new
 
 
 def rebuilt_model(settings: TrainingSettings, objective: Objective, folder: Path) -> nn.Module:
@@ -192,8 +196,8 @@ def _adapted(model: nn.Module, settings: TrainingSettings) -> nn.Module:
     config = LoraConfig(
         r=settings.lora, lora_alpha=2 * settings.lora, target_modules="all-linear", modules_to_save=trained or None
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(settings.seed or 0)
+    with torch.random.fork_rng(), warnings.catch_warnings(action="ignore", category=FutureWarning):
+        torch.manual_seed(settings.seed or 0)  # peft asks transformers by an old name
         adapted: nn.Module = get_peft_model(model, config)
     return adapted
 

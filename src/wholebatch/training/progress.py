@@ -31,7 +31,7 @@ class TrainingProgress:
         self._num_batches, self._done = num_batches, done
         self._unit, self._budget_bytes = unit, budget_bytes
         self._every = max(1, num_batches // LINES_ELSEWHERE)
-        self._arithmetic_shown, self._last_line = False, time.monotonic()
+        self._arithmetic, self._full, self._last_line = "", 0, time.monotonic()
         self._live = Progress(
             TextColumn("update {task.completed}/{task.total}"),
             BarColumn(bar_width=20),
@@ -61,6 +61,7 @@ class TrainingProgress:
         facts = (
             f"loss {totals.loss:.3f} ({totals.count:,.0f} {self._unit})  {totals.tokens_per_second:,.0f} tokens/s  "
             f"peak {mebibytes(totals.peak_memory_bytes)}{budget}"
+            + (f"  {totals.skipped_batches:,} skipped" if totals.skipped_batches else "")
         )
         self._live.update(self._task, completed=totals.batches, description=facts)
         if not self._console.is_terminal and self._is_due(totals.batches):
@@ -74,10 +75,12 @@ class TrainingProgress:
         self._last_line = time.monotonic()
 
     def _show_arithmetic(self, sizes: tuple[int, ...]) -> None:
-        """Once, as soon as the micro-batch size is settled: while sizes are being measured, they differ."""
-        if not self._arithmetic_shown and max(sizes) - min(sizes) <= 1:
-            self.say(arithmetic(sizes))
-            self._arithmetic_shown = True
+        """Whenever the cut of a full batch has changed. While sizes are being measured, the parts are unequal."""
+        self._full = max(self._full, sum(sizes))
+        shown = arithmetic(sizes)
+        if sum(sizes) == self._full and max(sizes) - min(sizes) <= 1 and shown != self._arithmetic:
+            self.say(shown)
+            self._arithmetic = shown
 
     def _is_due(self, batch: int) -> bool:
         if batch in (self._done + 1, self._num_batches) or batch % self._every == 0:

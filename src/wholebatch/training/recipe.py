@@ -3,9 +3,10 @@
 import itertools
 import os
 import shlex
+import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from wholebatch.training.data import Corpus, load_corpus, python_documentation
 from wholebatch.training.documents import Document, Documents
 from wholebatch.training.loop import MOST_BAD_IN_A_ROW, STATE_VERSION, Training
 from wholebatch.training.model import (
+    PRESETS,
     adamw,
     build_model,
     kept_tokenizer,
@@ -45,6 +47,8 @@ try:
     import fcntl
 except ImportError:  # Windows has no such locks
     fcntl = None  # type: ignore[assignment]
+
+FEW_HELD_OUT, SHOWN_LABELS = 10, 12
 
 SETTINGS_FILE = "run.toml"
 """In the folder of a run: what it was started with."""
@@ -92,7 +96,7 @@ def train(settings: TrainingSettings, console: Console, resume: Path | None = No
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     budget = budget_bytes(settings.memory_budget, device)
     folder = _run_folder(settings) if resume is None else resume
-    settings = replace(settings, output_dir=folder)
+    settings = _findable(replace(settings, output_dir=folder))
     with _locked(folder):
         return _trained(settings, console, folder, device, budget, resume, started)
 
@@ -108,7 +112,7 @@ def _trained(
 ) -> RunReport:
     resumed = None if resume is None else _resumed(folder, settings, console)
     corpus = _corpus(settings, folder, resumed)
-    model = _model(settings, corpus, folder, resumed).to(device)
+    model = _model(settings, corpus, folder, resumed, console).to(device)
     training = _training(settings, corpus, model, device, budget, resumed, console)
     _record(settings, corpus, model, folder, anew=resumed is None)
     resumed_at = None if resumed is None else training.position.updates
@@ -116,16 +120,24 @@ def _trained(
     facts, unit = _facts(training, budget), corpus.objective.unit
     with RunLog(folder, settings.given(), settings.track, resumed_at, evaluated) as log, StopRequest() as stop:
         training.log = log
-        console.print(_introduction(facts, settings, corpus.left_out), highlight=False, soft_wrap=True, markup=False)
+        console.print(_introduction(training, facts), highlight=False, soft_wrap=True, markup=False)
         if not training.before:
             training.evaluate()
-        line = f"before training: {measured(training.before, unit)} ({corpus.guess})"
-        console.print(line, highlight=False, soft_wrap=True)
+        if training.position.updates == 0:
+            line = f"before training: {measured(training.before, unit)} ({corpus.guess})"
+            console.print(line, highlight=False, soft_wrap=True)
         if training.course.reached(training.position):
             console.print(f"nothing is left to train: {training.position.updates:,} updates are done", highlight=False)
         with training.progress:
             training.run(stop)
         return _concluded(training, facts, stop, started, console)
+
+
+def _findable(settings: TrainingSettings) -> TrainingSettings:
+    """With absolute paths, so that the run can be gone on with from anywhere."""
+    data = tuple(os.path.abspath(one) for one in settings.data)
+    model = os.path.abspath(settings.model) if os.path.exists(settings.model) else settings.model
+    return replace(settings, data=data, model=settings.model if settings.model in PRESETS else model)
 
 
 @contextmanager
@@ -144,7 +156,13 @@ def _locked(folder: Path) -> Iterator[None]:
             raise ConfigurationError(f"{str(folder)!r}: another process is training there") from None
         except OSError as error:
             raise ConfigurationError(f"{str(folder)!r} cannot be written to: {error.strerror}") from error
-        yield
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):
+                if os.listdir(folder) == [".lock"]:  # refused before anything was written: no trace is left
+                    shutil.rmtree(folder)
+            raise
 
 
 def _run_folder(settings: TrainingSettings) -> Path:
@@ -225,7 +243,7 @@ def _corpus(settings: TrainingSettings, folder: Path, resumed: Resumed | None) -
         raise ConfigurationError(
             f"resume={str(folder)!r}: the data is not what it was, so the run's place in it would mean other examples. "
             "Restore the files, or start a new run from its model: --model "
-            f"{shlex.quote(str(folder / 'best'))}"
+            f"{shlex.quote(str(folder / 'last'))}"
         )
     return corpus
 
@@ -239,9 +257,14 @@ def _documents(settings: TrainingSettings) -> Iterable[Document]:
     return [Document(text) for text in python_documentation()]
 
 
-def _model(settings: TrainingSettings, corpus: Corpus, folder: Path, resumed: Resumed | None) -> nn.Module:
+def _model(
+    settings: TrainingSettings, corpus: Corpus, folder: Path, resumed: Resumed | None, console: Console
+) -> nn.Module:
     if resumed is None:
-        return build_model(settings, corpus.objective)
+        model, new = build_model(settings, corpus.objective)
+        if new:
+            console.print(f"not in the pretrained weights, so from nothing: {', '.join(new)}", highlight=False)
+        return model
     model = rebuilt_model(settings, corpus.objective, folder / ORIGIN)
     checkpoint.load_model(resumed.checkpoint, model)
     return model
@@ -341,16 +364,15 @@ def _schedule(settings: TrainingSettings, course: Course, order: Shuffled | None
 def _concluded(
     training: Training, facts: dict[str, Any], stop: StopRequest, started: float, console: Console
 ) -> RunReport:
-    """Save the last model, and report; of a run that was stopped, report only.
+    """Save the last model, and report.
 
     Raises:
         CheckpointError: The last checkpoint, or the model, could not be saved.
     """
     stopped = stop.signal
-    if stopped is None:
-        with _saved(training.folder / "last") as aside:
-            save_model(training.model, aside)
-            training.corpus.objective.tokenizer.save_pretrained(aside)
+    with _saved(training.folder / "last") as aside:
+        save_model(training.model, aside)
+        training.corpus.objective.tokenizer.save_pretrained(aside)
     report = RunReport(
         **facts,
         left_out=dict(training.corpus.left_out),
@@ -380,6 +402,7 @@ def _facts(training: Training, budget: int | None) -> dict[str, Any]:
         "settings": training.settings,
         "folder": str(training.folder),
         "model": type(training.model).__name__,
+        "auto_class": training.corpus.objective.auto_class,
         "num_parameters": sum(parameter.numel() for parameter in parameters),
         "num_trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         "device": str(training.device),
@@ -395,21 +418,37 @@ def _facts(training: Training, budget: int | None) -> dict[str, Any]:
     }
 
 
-def _introduction(facts: dict[str, Any], settings: TrainingSettings, left_out: Mapping[str, int]) -> str:
+def _introduction(training: Training, facts: dict[str, Any]) -> str:
+    settings, corpus = training.settings, training.corpus
     trained = facts["num_trainable"] != facts["num_parameters"]
-    text = ", ".join(settings.data) if settings.data else "Python's documentation"
     lines = [
         f"{facts['model']}, {facts['num_parameters']:,} parameters"
         + (f", {facts['num_trainable']:,} of them trained" if trained else "")
         + f", on {facts['device']}; memory budget {mebibytes(facts['memory_budget_bytes'])}",
-        f"{text}: {_examples(facts['num_train_examples'])} of at most {settings.context_length} tokens to train on, "
-        f"{facts['num_validation_examples']:,} held out",
-        f"{counted(facts['total_updates'], 'update')} of {counted(settings.global_batch_size, 'example')}; "
+        f"{_text(settings, corpus)}: {_examples(facts['num_train_examples'])} of at most {settings.context_length} "
+        f"tokens to train on, {facts['num_validation_examples']:,} held out",
+    ]
+    if corpus.left_out:
+        lines.append(f"left out: {listed(corpus.left_out)}")
+    if facts["num_validation_examples"] < FEW_HELD_OUT:
+        lines.append("so few are held out that their loss says little")
+    if labels := getattr(corpus.objective, "labels", ()):
+        shown = ", ".join(labels[:SHOWN_LABELS]) + (", ..." if len(labels) > SHOWN_LABELS else "")
+        lines.append(f"{len(labels):,} classes: {shown}")
+    epochs = "" if corpus.known is None else f" ({training.course.total_examples / len(corpus.known):.3g} epochs)"
+    lines += [
+        f"{counted(facts['total_updates'], 'update')} of {counted(settings.global_batch_size, 'example')}{epochs}; "
+        f"AdamW, learning rate up to {training.schedule.peak:g}, {settings.schedule}",
         f"run folder {facts['folder']}",
     ]
-    if left_out:
-        lines.insert(2, f"left out: {listed(left_out)}")
     return "\n".join(lines)
+
+
+def _text(settings: TrainingSettings, corpus: Corpus) -> str:
+    if not isinstance(corpus.documents, Documents):
+        return "Python's documentation"
+    shown = [os.path.relpath(one) for one in settings.data]
+    return f"{', '.join(shown)} ({counted(len(corpus.documents.files), 'file')})"
 
 
 def _examples(known: int | None) -> str:
@@ -422,13 +461,13 @@ def _conclusion(report: RunReport) -> str:
     if report.stopped_by is not None:
         lines.append(
             f"stopped by {report.stopped_by} after update {report.updates.batches:,} of {report.total_updates:,}; a "
-            f"checkpoint is saved\nto go on: {again}"
+            f"checkpoint, and the model so far (last), are saved in {report.folder}\nto go on: {again}"
         )
     else:
         lines += [
             f"after training: {measured(report.validation_after, report.unit)} ({report.guess})",
             f"saved in {report.folder}: last, best (loss {report.best[0]:.3f}, after update {report.best[1]:,}), for "
-            "AutoModel.from_pretrained; metrics.jsonl, tensorboard, report.md, report.json",
+            f"{report.auto_class}.from_pretrained; metrics.jsonl, tensorboard, report.md, report.json",
             f"to train longer: {again} --max-steps {2 * report.total_updates}",
         ]
     if report.problems:

@@ -72,6 +72,9 @@ class RunReport:
     model: str
     """Class of the model."""
 
+    auto_class: str
+    """Of transformers, which loads it."""
+
     num_parameters: int
     """Numbers in it, tied ones once."""
 

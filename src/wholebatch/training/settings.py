@@ -33,7 +33,7 @@ class TrainingSettings:
     """
 
     data: tuple[str, ...] = _option(
-        (), "Data", "Files, or globs, of .txt, .jsonl or .parquet; Python's own documentation if none is named."
+        (), "Data", "Files, folders or globs of .txt, .jsonl or .parquet; Python's own documentation if none is named."
     )
     documents: Literal["paragraph", "line", "file"] = _option(
         "paragraph", "Data", "What one document is in a .txt file; a paragraph ends at an empty line."

@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM: the update under way is finished, a checkpoint saved; a second Ctrl-C leaves at once."""
 
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
@@ -35,6 +36,7 @@ class StopRequest:
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number)
+        os.write(2, b"\nstopping: what is under way is finished, then a checkpoint saved; Ctrl-C leaves at once\n")
 
     @property
     def exit_code(self) -> int:
