@@ -46,6 +46,7 @@ def test_every_block_runs(tmp_path: Path) -> None:
     assert "The assert statement" in printed
     [accuracy] = re.findall(r"after training: loss .* accuracy ([\d.]+) ", printed)
     assert float(accuracy) > 0.9
+    assert re.search(r"'label': 'dogs'", printed)
     assert "changed" not in printed.split("runs/again")[0].split("runs/animals")[1]
     assert "16 examples" in printed.split("run folder runs/again")[1]
     assert re.search(r"loss 0\.\d+ over 64 examples in 4 micro-batches\n$", printed)

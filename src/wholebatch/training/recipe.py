@@ -263,7 +263,8 @@ def _model(
     if resumed is None:
         model, new = build_model(settings, corpus.objective)
         if new:
-            console.print(f"not in the pretrained weights, so from nothing: {', '.join(new)}", highlight=False)
+            line = f"not in the pretrained weights, so from nothing: {', '.join(new)}"
+            console.print(line, highlight=False, soft_wrap=True)
         return model
     model = rebuilt_model(settings, corpus.objective, folder / ORIGIN)
     checkpoint.load_model(resumed.checkpoint, model)
