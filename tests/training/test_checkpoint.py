@@ -272,6 +272,16 @@ def test_a_truncated_file_is_told_with_the_older_ones(tmp_path: Path, name: str)
         assert str(caught.value).endswith(f"; remove it to go on from {older.name}")
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "state.pt"])
+def test_a_flipped_bit_is_damage(tmp_path: Path, name: str) -> None:
+    folder = save(tmp_path, 1, Tied(), {"some": torch.arange(5)}, keep=1)
+    content = bytearray((folder / name).read_bytes())
+    content[-20 if name == "model.safetensors" else len(content) // 2] ^= 1
+    (folder / name).write_bytes(content)
+    with pytest.raises(ConfigurationError, match=f"is damaged: {name} does not hold the bytes that were written"):
+        load(folder, Tied(), "cpu")
+
+
 def test_the_state_can_be_read_before_there_is_a_model(tmp_path: Path) -> None:
     saved = Tied()
     folder = save(tmp_path, 2, saved, {"settings": {"seed": 3}}, keep=1)
@@ -705,6 +715,6 @@ def test_everything_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypat
     monkeypatch.setattr(checkpoint, "_to_disk", lambda path: order.append(path.name))
     monkeypatch.setattr(os, "rename", renamed)
     save(tmp_path / "run", 1, Tied(), {}, keep=1)
-    assert sorted(order[1:3]) == ["model.safetensors", "state.pt"]
+    assert sorted(order[1:4]) == ["checksums.json", "model.safetensors", "state.pt"]
     name = ".update-00000001.wholebatch-new"
-    assert [order[0], *order[3:]] == ["run", name, f"{name} -> update-00000001", "checkpoints"]
+    assert [order[0], *order[4:]] == ["run", name, f"{name} -> update-00000001", "checkpoints"]

@@ -418,6 +418,15 @@ def test_a_stream_that_was_cut_off_is_other_data(small: dict[str, Any]) -> None:
         trained(TrainingSettings(**given | {"max_steps": 3}), Path(report.folder))
 
 
+def test_a_checkpoint_without_all_its_files_is_named(small: dict[str, Any]) -> None:
+    given = small | {"max_steps": 4, "save_every": 2}
+    folder = Path(trained(TrainingSettings(**given))[0].folder)
+    (folder / "checkpoints" / "update-00000004" / "state.pt").unlink()
+    _, printed = trained(TrainingSettings(**given), folder)
+    assert "not used, as files are missing: update-00000004\n" in printed
+    assert "going on after update 2" in printed
+
+
 # ---- What goes wrong ----
 
 

@@ -5,12 +5,14 @@ unpickled that could run code: the model is read as safetensors, the state by to
 """
 
 import importlib
+import json
 import os
 import pickle
 import random
 import re
 import shutil
 import sys
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -24,7 +26,7 @@ from torch import nn
 
 from wholebatch.errors import ConfigurationError, WholeBatchError
 
-_MODEL, _STATE = "model.safetensors", "state.pt"
+_MODEL, _STATE, _SUMS = "model.safetensors", "state.pt", "checksums.json"
 _NAME = re.compile(r"update-(\d{8,})")
 _ASIDE = re.compile(r"\.(.+)\.wholebatch-(?:new|old|gone)")
 _PLAIN = (bool, int, float, str, type(None), torch.Tensor, nn.Parameter)
@@ -65,6 +67,8 @@ def save(run: Path, update: int, model: nn.Module, state: Mapping[str, Any], kee
             safetensors.torch.save_model(model, str(new / _MODEL))
             with (new / _STATE).open("wb") as file:
                 torch.save(dict(state), file)
+            sums = {name: _checksum(new / name) for name in (_MODEL, _STATE)}
+            (new / _SUMS).write_text(json.dumps(sums))
     except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(
             f"checkpoint {str(folder)!r} could not be written: {_reason(error)}; the checkpoints before it are as they "
@@ -72,6 +76,13 @@ def save(run: Path, update: int, model: nn.Module, state: Mapping[str, Any], kee
         ) from error
     _remove_others(run, update, keep)
     return folder
+
+
+def incomplete(run: Path) -> list[str]:
+    """The names of checkpoints of which files are missing; no kill leaves such, something else has taken them."""
+    folder = run / "checkpoints"
+    named = [name for name in os.listdir(folder) if _NAME.fullmatch(name)] if folder.is_dir() else []
+    return sorted(name for name in named if not _is_complete(folder / name))
 
 
 def newest(run: Path) -> Path | None:
@@ -102,6 +113,7 @@ def load_state(folder: Path, device: torch.device | str = "cpu") -> dict[str, An
         return torch.serialization.default_restore_location(storage, place)  # type: ignore[no-untyped-call]
 
     try:
+        _check(folder, _STATE)
         with (folder / _STATE).open("rb") as file:
             state: dict[str, Any] = torch.load(file, map_location=placed, weights_only=True)
     except (OSError, EOFError, LookupError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
@@ -118,6 +130,7 @@ def load_model(folder: Path, model: nn.Module) -> None:
         ConfigurationError: The checkpoint is damaged, or of another model, which may then be filled in part.
     """
     try:
+        _check(folder, _MODEL)
         safetensors.torch.load_model(model, folder / _MODEL)
     except (SafetensorError, OSError, ValueError) as error:
         raise _damaged(folder, error) from error
@@ -239,6 +252,20 @@ def _damaged(folder: Path, error: Exception) -> ConfigurationError:
     return ConfigurationError(f"checkpoint {str(folder)!r} is damaged: {_reason(error)}; {way_out}")
 
 
+def _check(folder: Path, name: str) -> None:
+    """Raise `ValueError` if a file of a checkpoint does not hold the bytes that were written."""
+    if _checksum(folder / name) != json.loads((folder / _SUMS).read_text())[name]:
+        raise ValueError(f"{name} does not hold the bytes that were written")
+
+
+def _checksum(file: Path) -> int:
+    value = 0
+    with file.open("rb") as content:
+        while piece := content.read(2**20):
+            value = zlib.crc32(piece, value)
+    return value
+
+
 def _refuse_what_cannot_be_read_back(value: Any, where: str) -> None:
     """Found out when resuming, it would be too late."""
     if type(value) in (dict, OrderedDict):
@@ -291,7 +318,7 @@ def _complete(run: Path) -> list[Path]:
 
 
 def _is_complete(checkpoint: Path) -> bool:
-    return all((checkpoint / name).is_file() for name in (_MODEL, _STATE))
+    return all((checkpoint / name).is_file() for name in (_MODEL, _STATE, _SUMS))
 
 
 def _update(checkpoint: Path) -> int:

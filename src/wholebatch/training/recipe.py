@@ -210,6 +210,8 @@ def _resumed(folder: Path, settings: TrainingSettings, console: Console) -> Resu
         raise ConfigurationError(f"resume={str(folder)!r}: no run there ({SETTINGS_FILE} is missing)")
     checkpoint.tidy(folder)
     newest = checkpoint.newest(folder)
+    if missing := checkpoint.incomplete(folder):
+        console.print(f"not used, as files are missing: {', '.join(missing)}", highlight=False)
     if newest is None and (folder / "last").exists():
         raise ConfigurationError(f"resume={str(folder)!r}: the run is complete, and its checkpoints have been removed")
     if newest is None:
