@@ -28,10 +28,10 @@ def step_report(sizes: tuple[int, ...]) -> StepReport:
     )
 
 
-def shown(num_batches: int, terminal: bool, cuts: list[tuple[int, ...]]) -> str:
+def shown(num_batches: int, terminal: bool, cuts: list[tuple[int, ...]], width: int = 120) -> str:
     """What is printed by `num_batches` updates of half a second each; the last of `cuts` is used from then on."""
     out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, width=120)
+    console = Console(file=out, force_terminal=terminal, width=width)
     totals = UpdateTotals()
     with TrainingProgress(console, num_batches, budget_bytes=2**30) as progress:
         for batch in range(num_batches):
@@ -54,13 +54,13 @@ def test_a_few_updates_get_a_line_each() -> None:
     assert len(shown(3, terminal=False, cuts=[(4,) * 16]).splitlines()) == 4
 
 
-def test_a_terminal_gets_one_live_line() -> None:
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown(5, terminal=True, cuts=[(4,) * 16]))
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_terminal_gets_one_live_line(width: int) -> None:
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown(5, terminal=True, cuts=[(4,) * 16], width=width))
     assert "64 examples = 16 micro-batches × 4" in text
     last = text.rstrip().splitlines()[-1]
-    assert re.search(
-        r"update 5/5 ━+ loss 3\.250 \(500 tokens\)  1,040 tokens/s  peak 300 MiB of 1,024 MiB .*left", last
-    )
+    assert re.fullmatch(r"5/5 ━+ loss 3\.250 \(500 tokens\) 1,040 tokens/s 300/1,024 MiB [\d:-]+ left", last)
+    assert len(last) == width
 
 
 def test_the_arithmetic_is_shown_when_it_has_changed() -> None:

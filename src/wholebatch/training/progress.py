@@ -6,6 +6,7 @@ from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from wholebatch.training.run_report import UpdateTotals, arithmetic, duration, mebibytes
 
@@ -33,12 +34,13 @@ class TrainingProgress:
         self._every = max(1, num_batches // LINES_ELSEWHERE)
         self._arithmetic, self._full, self._last_line = "", 0, time.monotonic()
         self._live = Progress(
-            TextColumn("update {task.completed}/{task.total}"),
-            BarColumn(bar_width=20),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
+            TextColumn("{task.completed}/{task.total}"),
+            BarColumn(bar_width=None),  # what the rest leaves
+            TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(compact=True),
             TextColumn("left"),
             console=console,
+            expand=True,
             disable=not console.is_terminal,
         )
         self._task = self._live.add_task("", total=num_batches, completed=done)
@@ -58,12 +60,14 @@ class TrainingProgress:
         """Show where the run stands."""
         self._show_arithmetic(totals.micro_batch_sizes)
         budget = "" if self._budget_bytes is None else f" of {mebibytes(self._budget_bytes)}"
+        skipped = f"  {totals.skipped_batches:,} skipped" if totals.skipped_batches else ""
         facts = (
             f"loss {totals.loss:.3f} ({totals.count:,.0f} {self._unit})  {totals.tokens_per_second:,.0f} tokens/s  "
-            f"peak {mebibytes(totals.peak_memory_bytes)}{budget}"
-            + (f"  {totals.skipped_batches:,} skipped" if totals.skipped_batches else "")
+            f"peak {mebibytes(totals.peak_memory_bytes)}{budget}{skipped}"
         )
-        self._live.update(self._task, completed=totals.batches, description=facts)
+        short = f"loss {totals.loss:.3f} ({totals.count:,.0f} {self._unit}) {totals.tokens_per_second:,.0f} tokens/s"
+        memory = f"{mebibytes(totals.peak_memory_bytes).removesuffix(' MiB')}/{mebibytes(self._budget_bytes)}"
+        self._live.update(self._task, completed=totals.batches, description=f"{short} {memory}{skipped}")
         if not self._console.is_terminal and self._is_due(totals.batches):
             left = totals.seconds / totals.batches * (self._num_batches - totals.batches)
             line = f"update {totals.batches}/{self._num_batches}  {facts}  {duration(left)} left"
