@@ -51,6 +51,20 @@ def test_the_seed_alone_decides_the_initial_parameters(causal: CausalLM) -> None
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
 
 
+def test_the_end_of_text_is_a_token_like_others(causal: CausalLM) -> None:
+    """As the padding token its embedding would be zero, and a norm of zeros makes gradients too large for float16."""
+    model, _ = build_model(settings(), causal)
+    embedding = model.get_input_embeddings()
+    assert float(embedding.weight[causal.tokenizer.eos_token_id].detach().norm()) > 0
+    assert embedding.padding_idx is None
+    batch = causal.collate([Drawn(one, 0) for text in TEXTS for one in causal.examples(Document(text))])
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = model(**batch).loss
+    loss.backward()
+    assert all(bool(parameter.grad.isfinite().all()) for parameter in model.parameters())
+    assert model.generation_config.pad_token_id == causal.tokenizer.pad_token_id
+
+
 def test_presets_have_the_size_that_help_promises(causal: CausalLM, masked: MaskedLM) -> None:
     """Without the embeddings, which go by the vocabulary."""
     for name, low, high in (("tiny", 0.8e6, 1.3e6), ("small", 10e6, 16e6)):

@@ -184,6 +184,14 @@ def test_the_cut_does_not_change_the_training(small: dict[str, Any], tmp_path: P
     assert all(float((end - ends[-1]).norm() / ends[-1].norm()) < tolerance for end in ends)
 
 
+def test_float16_learns_too(small: dict[str, Any]) -> None:
+    """A few updates at most are skipped while the scaler looks for its scale."""
+    given = small | {"dtype": "float16", "model": "tiny", "max_steps": 12, "learning_rate": 1e-3}
+    report, _ = trained(TrainingSettings(**given))
+    assert report.updates.skipped_batches < 4
+    assert report.validation_after["loss"] < report.validation_before["loss"] - 0.5
+
+
 def test_masked_tokens_are_learned_from_nothing(small: dict[str, Any]) -> None:
     report, _ = trained(TrainingSettings(**small | {"objective": "masked-lm", "model": "tiny", "max_steps": 6}))
     assert report.validation_after["loss"] < report.validation_before["loss"]

@@ -79,6 +79,8 @@ def build_model(settings: TrainingSettings, objective: Objective) -> tuple[nn.Mo
             config = _config(settings, objective)
             config.update(_known(config, overrides))
             model, loaded = auto.from_config(config), {"missing_keys": ()}
+            if model.can_generate():
+                model.generation_config.pad_token_id = objective.tokenizer.pad_token_id
     _check(model, settings, objective)
     new = sorted({name.rpartition(".")[0] for name in loaded["missing_keys"]})
     return _adapted(model.to(_parameter_dtype(settings)), settings).train(), new
@@ -117,7 +119,7 @@ def _config(settings: TrainingSettings, objective: Objective) -> PretrainedConfi
             initializer_range=0.06,
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
+            # No padding token: that would be the end of text here, whose embedding would then be zero, and stay so.
         )
     return BertConfig(
         vocab_size=len(tokenizer),
