@@ -4,7 +4,9 @@ import errno
 import io
 import json
 import math
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,7 +26,7 @@ from transformers import (
 )
 
 from wholebatch.errors import ConfigurationError, MemoryBudgetError, TooManySkippedBatchesError
-from wholebatch.training import checkpoint, loop
+from wholebatch.training import checkpoint, data, loop
 from wholebatch.training.data import load_corpus, python_documentation
 from wholebatch.training.documents import Document
 from wholebatch.training.order import Drawn, Shuffled
@@ -369,18 +371,34 @@ def test_weight_decay_and_dropout_can_be_set_anew(small: dict[str, Any], tmp_pat
     assert all(float((end - ends[0]).norm()) > 1e-3 for end in ends[1:])
 
 
+def stopped_after(update: int, settings: TrainingSettings) -> tuple[RunReport, str]:
+    """As by Ctrl-C in the middle of that update."""
+    updated = loop.Training._update
+
+    def interrupted(training: loop.Training, batch: Any, after: Any) -> None:
+        if after.updates == update:
+            os.kill(os.getpid(), signal.SIGINT)
+        updated(training, batch, after)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(loop.Training, "_update", interrupted)
+        return trained(settings)
+
+
 def test_what_is_reported_after_training_was_measured_then(small: dict[str, Any]) -> None:
-    """Of a checkpoint after which nothing was measured, as of a run that was stopped, it is measured in the end."""
-    given = small | {"max_steps": 6, "save_every": 2, "keep_checkpoints": 9}
-    whole, _ = trained(TrainingSettings(**given))
-    folder = Path(whole.folder)
-    as_if_stopped_after(4, folder)
-    report, printed = trained(TrainingSettings(**given | {"max_steps": 4}), folder)
+    """Of a run that was stopped, nothing was measured at its end; gone on with and complete, it is."""
+    first, printed = stopped_after(4, TrainingSettings(**small | {"max_steps": 9}))
+    folder = Path(first.folder)
+    assert (first.exit_code, first.stopped_by, first.validation_after) == (130, "SIGINT", {})
+    assert "stopped by SIGINT after update 4 of 9; a checkpoint, and the model so far (last), are saved" in printed
+    stopped = parameters(folder / "last")
+    report, printed = trained(TrainingSettings(**small | {"max_steps": 4}), folder)
     assert "nothing is left to train: 4 updates are done" in printed
     validation = lines_of(folder, "validation")
     assert [line["update"] for line in validation] == [0, 4]
     assert report.validation_after["loss"] == validation[-1]["loss"] != report.validation_before["loss"]
-    again, _ = trained(TrainingSettings(**given | {"max_steps": 4}), folder)
+    assert torch.equal(parameters(folder / "last"), stopped)
+    again, _ = trained(TrainingSettings(**small | {"max_steps": 4}), folder)
     assert again.validation_after == report.validation_after
     assert len(lines_of(folder, "validation")) == 2
 
@@ -412,12 +430,14 @@ def test_classes_that_were_renamed_are_other_data(small: dict[str, Any], tmp_pat
     file.write_text("\n".join(map(json.dumps, rows)))
     given = small | {"data": (str(file),), "objective": "classify", "model": "tiny", "max_steps": 1}
     report, _ = trained(TrainingSettings(**given))
-    file.write_text(file.read_text().replace('"label": "dog"', '"label": "hound"'))
+    file.write_text(file.read_text().replace('"label": "dog"', '"label": "pup"'))
     with pytest.raises(ConfigurationError, match="the data is not what it was"):
         trained(TrainingSettings(**given | {"max_steps": 2}), Path(report.folder))
 
 
-def test_a_stream_that_was_cut_off_is_other_data(small: dict[str, Any]) -> None:
+def test_a_stream_that_was_cut_off_is_other_data(small: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also behind the documents that are looked at beforehand."""
+    monkeypatch.setattr(data, "_HEAD", 30)
     given = small | {"streaming": True, "max_steps": 2}
     report, _ = trained(TrainingSettings(**given))
     file = Path(small["data"][0])
