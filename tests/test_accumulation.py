@@ -21,6 +21,7 @@ import wholebatch as wb
 from oracle.one_pass import copied_gradients, distance, gradient_in_one_pass
 from wholebatch.batch.layout import BatchPieces
 from wholebatch.errors import BatchStatisticsWarning, LossNotAdditiveError, UnsupportedModelError
+from wholebatch.gradients.hooks import ChangingHooks
 
 Batch = dict[str, torch.Tensor]
 
@@ -347,6 +348,20 @@ def test_a_hook_that_changes_the_sum_so_far_is_refused(
         accumulate.backward(batch)
     assert copied_gradients(model) == [None] * 4
     assert len(model[0].weight._post_accumulate_grad_hooks) == 1
+
+
+def test_hooks_of_two_devices_may_be_called_in_turn() -> None:
+    """Each device has a thread of its own in backward: what came is kept by parameter."""
+    one, other = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    watched = ChangingHooks([])
+    with watched:
+        for _ in range(2):
+            for parameter in (one, other):
+                parameter.grad = torch.ones(2)
+            watched._comes(one)
+            watched._comes(other)
+            watched._goes(one)
+            watched._goes(other)
 
 
 # Ways to step an optimizer as soon as a gradient is there.

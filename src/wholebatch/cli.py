@@ -13,7 +13,7 @@ from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from wholebatch.errors import ConfigurationError, WholeBatchError
-from wholebatch.training.settings import OPTIONS, TrainingSettings, read_toml, settings_of
+from wholebatch.training.settings import OPTIONS, TrainingSettings, read_toml, recorded, settings_of
 from wholebatch.training.versions import installed_version
 
 if TYPE_CHECKING:
@@ -81,7 +81,9 @@ def command_line() -> "App":
         given = {name: value for name, value in flags.items() if value is not None}
         if resume is not None and "output_dir" in given:
             raise ConfigurationError("resume and output_dir: a run goes on in its own folder; leave output_dir out")
-        settings = settings_of(_recorded(resume), {} if config is None else read_toml(config), given)
+        settings = settings_of(
+            {} if resume is None else recorded(resume), {} if config is None else read_toml(config), given
+        )
         if print_config:
             sys.stdout.write(settings.toml())
             return
@@ -93,15 +95,6 @@ def command_line() -> "App":
         sys.exit(run(settings, Console(), resume).exit_code)
 
     return app
-
-
-def _recorded(run: Path | None) -> dict[str, Any]:
-    """The settings of a run to go on with; its folder is known, and may have been moved."""
-    if run is None:
-        return {}
-    if not (run / "run.toml").exists():
-        raise ConfigurationError(f"resume={str(run)!r}: no run there (run.toml is missing)")
-    return {name: value for name, value in read_toml(run / "run.toml").items() if name != "output_dir"}
 
 
 def _with_options(command: Callable[..., None]) -> Callable[..., None]:

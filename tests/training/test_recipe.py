@@ -385,6 +385,19 @@ def stopped_after(update: int, settings: TrainingSettings) -> tuple[RunReport, s
         return trained(settings)
 
 
+def test_a_signal_after_the_end_stops_nothing(small: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = loop.Training.run
+
+    def late(training: loop.Training, stop: Any) -> None:
+        run(training, stop)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(loop.Training, "run", late)
+    report, printed = trained(TrainingSettings(**small | {"max_steps": 2}))
+    assert (report.exit_code, report.stopped_by) == (0, None)
+    assert "after training: loss" in printed
+
+
 def test_what_is_reported_after_training_was_measured_then(small: dict[str, Any]) -> None:
     """Of a run that was stopped, nothing was measured at its end; gone on with and complete, it is."""
     first, printed = stopped_after(4, TrainingSettings(**small | {"max_steps": 9}))

@@ -111,7 +111,7 @@ class ChangingHooks:
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._parameters = [p for p in parameters if getattr(p, "_post_accumulate_grad_hooks", None)]
         self._handles: list[Any] = []
-        self._came: tuple[torch.Tensor | None, int] = (None, 0)
+        self._came: dict[int, tuple[torch.Tensor | None, int]] = {}  # by parameter: devices have threads of their own
         self._calls: Counter[int] = Counter()
         self._changed: set[int] = set()
 
@@ -132,12 +132,11 @@ class ChangingHooks:
             )
 
     def _comes(self, parameter: torch.Tensor) -> None:
-        self._came = _gradient_and_version(parameter)
+        self._came[id(parameter)] = _gradient_and_version(parameter)
 
     def _goes(self, parameter: torch.Tensor) -> None:
         self._calls[id(parameter)] += 1
-        (before, version), (now, version_now) = self._came, _gradient_and_version(parameter)
-        self._came = (None, 0)
+        (before, version), (now, version_now) = self._came.pop(id(parameter)), _gradient_and_version(parameter)
         if now is not before or version_now != version:
             self._changed.add(id(parameter))
 

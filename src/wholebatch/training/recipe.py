@@ -1,12 +1,10 @@
 """The training run: text in, a model out, in whole batches under a memory budget; stopped, it can be gone on with."""
 
-import itertools
 import os
 import shlex
-import shutil
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import wholebatch as wb
 from wholebatch.errors import ConfigurationError
 from wholebatch.memory.device import budget_bytes
 from wholebatch.training import checkpoint
+from wholebatch.training.announcements import conclusion, facts_of, introduction
 from wholebatch.training.checkpoint import CheckpointError
 from wholebatch.training.course import Course, course_of, tokens_of
 from wholebatch.training.data import Corpus, load_corpus, python_documentation
@@ -36,22 +35,12 @@ from wholebatch.training.model import (
 )
 from wholebatch.training.order import InOrder, Position, Shuffled, Source
 from wholebatch.training.progress import TrainingProgress
+from wholebatch.training.run_folder import locked, new_run_folder
 from wholebatch.training.run_log import RunLog
-from wholebatch.training.run_report import RunReport, counted, listed, measured, mebibytes
+from wholebatch.training.run_report import RunReport, measured
 from wholebatch.training.schedule import Schedule
-from wholebatch.training.settings import OPTIONS, TrainingSettings, typed
+from wholebatch.training.settings import OPTIONS, SETTINGS_FILE, TrainingSettings, recorded, typed
 from wholebatch.training.stopping import StopRequest
-from wholebatch.training.versions import installed_versions
-
-try:
-    import fcntl
-except ImportError:  # Windows has no such locks
-    fcntl = None  # type: ignore[assignment]
-
-FEW_HELD_OUT, SHOWN_LABELS = 10, 12
-
-SETTINGS_FILE = "run.toml"
-"""In the folder of a run: what it was started with."""
 
 ORIGIN = "origin"
 """The folder in it with the model's config and tokenizer, so that a run that is resumed needs nothing else."""
@@ -95,9 +84,9 @@ def train(settings: TrainingSettings, console: Console, resume: Path | None = No
     torch.set_num_threads(settings.threads or max(1, (os.cpu_count() or 2) // 2))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     budget = budget_bytes(settings.memory_budget, device)
-    folder = _run_folder(settings) if resume is None else resume
+    folder = new_run_folder(settings.output_dir) if resume is None else resume
     settings = _findable(replace(settings, output_dir=folder))
-    with _locked(folder):
+    with locked(folder):
         return _trained(settings, console, folder, device, budget, resume, started)
 
 
@@ -117,10 +106,10 @@ def _trained(
     _record(settings, corpus, model, folder, anew=resumed is None)
     resumed_at = None if resumed is None else training.position.updates
     evaluated = training.measured_at == training.position.updates
-    facts, unit = _facts(training, budget), corpus.objective.unit
+    facts, unit = facts_of(training, budget), corpus.objective.unit
     with RunLog(folder, settings.given(), settings.track, resumed_at, evaluated) as log, StopRequest() as stop:
         training.log = log
-        console.print(_introduction(training, facts), highlight=False, soft_wrap=True, markup=False)
+        console.print(introduction(training, facts), highlight=False, soft_wrap=True, markup=False)
         if not training.before:
             training.evaluate()
         if training.position.updates == 0:
@@ -140,74 +129,13 @@ def _findable(settings: TrainingSettings) -> TrainingSettings:
     return replace(settings, data=data, model=settings.model if settings.model in PRESETS else model)
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a run's folder. The system lets go of the lock when this one ends, however it ends.
-
-    Raises:
-        ConfigurationError: Another process trains there.
-    """
-    with ExitStack() as held:
-        try:
-            file = held.enter_context((folder / ".lock").open("w"))
-            if fcntl is not None:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigurationError(f"{str(folder)!r}: another process is training there") from None
-        except OSError as error:
-            raise ConfigurationError(f"{str(folder)!r} cannot be written to: {error.strerror}") from error
-        try:
-            yield
-        except BaseException:
-            with suppress(OSError):
-                if os.listdir(folder) == [".lock"]:  # refused before anything was written: no trace is left
-                    shutil.rmtree(folder)
-            raise
-
-
-def _run_folder(settings: TrainingSettings) -> Path:
-    """The folder for a new run. Found out before the training, not after it, whether its result can be kept.
-
-    Raises:
-        ConfigurationError: It cannot be written to, or holds a run.
-    """
-    folder = settings.output_dir or _free_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError(f"output_dir={str(folder)!r}: {error.strerror}; name another folder") from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigurationError(f"output_dir={str(folder)!r}: not writable; name another folder")
-    if _holds_a_run(folder):
-        raise ConfigurationError(
-            f"output_dir={str(folder)!r} holds a run: go on with it (--resume {shlex.quote(str(folder))}), or name "
-            "another folder"
-        )
-    return folder
-
-
-def _holds_a_run(folder: Path) -> bool:
-    """Whether something would be lost; a run that was refused, or stopped before its first update, left nothing."""
-    if checkpoint.newest(folder) is not None or (folder / "last").exists():
-        return True
-    try:
-        return '"part": "train"' in (folder / "metrics.jsonl").read_text(encoding="utf-8")
-    except OSError:
-        return False
-
-
-def _free_folder() -> Path:
-    return next(folder for number in itertools.count(1) if not (folder := Path("runs", str(number))).exists())
-
-
 def _resumed(folder: Path, settings: TrainingSettings, console: Console) -> Resumed | None:
     """The newest checkpoint of a run; None where it was stopped before its first, and begins anew.
 
     Raises:
         ConfigurationError: The folder holds no run, or a setting was changed that a run cannot change.
     """
-    if not (folder / SETTINGS_FILE).exists():
-        raise ConfigurationError(f"resume={str(folder)!r}: no run there ({SETTINGS_FILE} is missing)")
+    recorded(folder)  # so there is a run
     checkpoint.tidy(folder)
     newest = checkpoint.newest(folder)
     if missing := checkpoint.incomplete(folder):
@@ -309,8 +237,8 @@ def _training(
     known, seed = corpus.known, settings.seed or 0
     order = None if known is None else Shuffled(known, seed)
     source: Source = InOrder(corpus.train, seed) if order is None else order
-    recorded = None if resumed is None else (resumed.settings, int(resumed.state["total_examples"]))
-    course = course_of(settings, None if known is None else len(known), start, recorded)
+    before = None if resumed is None else (resumed.settings, int(resumed.state["total_examples"]))
+    course = course_of(settings, None if known is None else len(known), start, before)
     optimizer = adamw(model, learning_rate(settings), settings.weight_decay)
     accumulator = wb.GradientAccumulator(
         model,
@@ -342,10 +270,10 @@ def _training(
         torch.manual_seed(seed)
         return training
     training.load_state(resumed.state)
-    before = int(resumed.state["total_examples"])
-    if course.total_examples != before:
+    total = int(resumed.state["total_examples"])
+    if course.total_examples != total:
         console.print(
-            f"{course.total_examples:,} examples in all, {before:,} before: the learning rate follows the new course",
+            f"{course.total_examples:,} examples in all, {total:,} before: the learning rate follows the new course",
             highlight=False,
         )
     return training
@@ -372,7 +300,8 @@ def _concluded(
     Raises:
         CheckpointError: The last checkpoint, or the model, could not be saved.
     """
-    stopped = stop.signal
+    complete = training.course.reached(training.position) and training.measured_at == training.position.updates
+    stopped = None if complete else stop.signal  # one that came after the end stops nothing
     with _saved(training.folder / "last") as aside:
         save_model(training.model, aside)
         training.corpus.objective.tokenizer.save_pretrained(aside)
@@ -392,87 +321,7 @@ def _concluded(
         report.write(training.folder)
     except OSError as error:
         console.print(f"the report could not be written: {error.strerror}", highlight=False)
-    console.print(_conclusion(report), highlight=False, soft_wrap=True, markup=False)
+    console.print(conclusion(report), highlight=False, soft_wrap=True, markup=False)
     if training.unsaved is not None:
         raise training.unsaved
     return report
-
-
-def _facts(training: Training, budget: int | None) -> dict[str, Any]:
-    """What is known of the run before it starts."""
-    parameters, known = list(training.model.parameters()), training.corpus.known
-    return {
-        "settings": training.settings,
-        "folder": str(training.folder),
-        "model": type(training.model).__name__,
-        "auto_class": training.corpus.objective.auto_class,
-        "num_parameters": sum(parameter.numel() for parameter in parameters),
-        "num_trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        "device": str(training.device),
-        "num_threads": torch.get_num_threads(),
-        "unit": training.corpus.objective.unit,
-        "num_train_examples": None if known is None else len(known),
-        "num_validation_examples": len(training.corpus.validation),
-        "guess": training.corpus.guess,
-        "guess_value": training.corpus.guess_value,
-        "total_updates": training.course.total_updates,
-        "memory_budget_bytes": budget,
-        "versions": installed_versions(),
-    }
-
-
-def _introduction(training: Training, facts: dict[str, Any]) -> str:
-    settings, corpus = training.settings, training.corpus
-    trained = facts["num_trainable"] != facts["num_parameters"]
-    lines = [
-        f"{facts['model']}, {facts['num_parameters']:,} parameters"
-        + (f", {facts['num_trainable']:,} of them trained" if trained else "")
-        + f", on {facts['device']}; memory budget {mebibytes(facts['memory_budget_bytes'])}",
-        f"{_text(settings, corpus)}: {_examples(facts['num_train_examples'])} of at most {settings.context_length} "
-        f"tokens to train on, {facts['num_validation_examples']:,} held out",
-    ]
-    if corpus.left_out:
-        lines.append(f"left out: {listed(corpus.left_out)}")
-    if facts["num_validation_examples"] < FEW_HELD_OUT:
-        lines.append("so few are held out that their loss says little")
-    if labels := getattr(corpus.objective, "labels", ()):
-        shown = ", ".join(labels[:SHOWN_LABELS]) + (", ..." if len(labels) > SHOWN_LABELS else "")
-        lines.append(f"{len(labels):,} classes: {shown}")
-    epochs = "" if corpus.known is None else f" ({training.course.total_examples / len(corpus.known):.3g} epochs)"
-    lines += [
-        f"{counted(facts['total_updates'], 'update')} of {counted(settings.global_batch_size, 'example')}{epochs}; "
-        f"AdamW, learning rate up to {training.schedule.peak:g}, {settings.schedule}",
-        f"run folder {facts['folder']}",
-    ]
-    return "\n".join(lines)
-
-
-def _text(settings: TrainingSettings, corpus: Corpus) -> str:
-    if not isinstance(corpus.documents, Documents):
-        return "Python's documentation"
-    shown = [os.path.relpath(one) for one in settings.data]
-    return f"{', '.join(shown)} ({counted(len(corpus.documents.files), 'file')})"
-
-
-def _examples(known: int | None) -> str:
-    return "examples" if known is None else counted(known, "example")
-
-
-def _conclusion(report: RunReport) -> str:
-    again = f"wholebatch train --resume {shlex.quote(report.folder)}"
-    lines = []
-    if report.stopped_by is not None:
-        lines.append(
-            f"stopped by {report.stopped_by} after update {report.updates.batches:,} of {report.total_updates:,}; a "
-            f"checkpoint, and the model so far (last), are saved in {report.folder}\nto go on: {again}"
-        )
-    else:
-        lines += [
-            f"after training: {measured(report.validation_after, report.unit)} ({report.guess})",
-            f"saved in {report.folder}: last, best (loss {report.best[0]:.3f}, after update {report.best[1]:,}), for "
-            f"{report.auto_class}.from_pretrained; metrics.jsonl, tensorboard, report.md, report.json",
-            f"to train longer: {again} --max-steps {2 * report.total_updates}",
-        ]
-    if report.problems:
-        lines.append(f"not all could be written: {listed(report.problems)}")
-    return "\n".join(lines)

@@ -15,6 +15,9 @@ from wholebatch.errors import ConfigurationError
 Objective: TypeAlias = Literal["causal-lm", "masked-lm", "classify"]
 DType: TypeAlias = Literal["float32", "float64", "bfloat16", "float16"]
 
+SETTINGS_FILE = "run.toml"
+"""In the folder of a run: what it was started with."""
+
 DEFAULT_STEPS = 150
 """Updates where neither `max_steps` nor `epochs` is set."""
 
@@ -189,6 +192,17 @@ def settings_of(*layers: Mapping[str, Any]) -> TrainingSettings:
                 merged.pop(other, None)
         merged |= layer
     return TrainingSettings(**merged)
+
+
+def recorded(run: Path) -> dict[str, Any]:
+    """The settings of a run to go on with; not its folder, which is known, and may have been moved.
+
+    Raises:
+        ConfigurationError: There is no run.
+    """
+    if not (run / SETTINGS_FILE).exists():
+        raise ConfigurationError(f"resume={str(run)!r}: no run there ({SETTINGS_FILE} is missing)")
+    return {name: value for name, value in read_toml(run / SETTINGS_FILE).items() if name != "output_dir"}
 
 
 def read_toml(file: Path) -> dict[str, Any]:
