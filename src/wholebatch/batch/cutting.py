@@ -65,7 +65,7 @@ def item_rows(items: Sequence[Any], rows: Rows) -> Sequence[Any]:
 
 def _tensor_rows(tensor: torch.Tensor, dim: int, before: tuple[slice, ...], rows: Rows) -> torch.Tensor:
     if rows.span is not None:
-        return tensor[(*before, rows.span)]  # a view, at two thirds of the overhead of `narrow`
+        return tensor[(*before, rows.span)]  # a view, with less overhead than `narrow`
     return tensor.index_select(dim, rows.positions(tensor.device))
 
 
