@@ -25,13 +25,26 @@ from wholebatch.judgement import Judge, Verdict
 from wholebatch.loss.counting import Count
 from wholebatch.loss.stated import MicroBatchLoss, StatedLoss
 from wholebatch.memory.device import peak_meter
-from wholebatch.options import OnBadBatch, Options, check_objects, future_state_bytes, trainable_parameters
+from wholebatch.options import (
+    OnBadBatch,
+    Options,
+    check_objects,
+    future_state_bytes,
+    shape_multiple,
+    trainable_parameters,
+)
 from wholebatch.parallel.ranks import refuse_several_ranks
-from wholebatch.suitability import accumulation_hooks, parameters_untouched, refuse_stepping_hooks, refuse_wrappers
+from wholebatch.suitability import (
+    accumulation_hooks,
+    order_matters,
+    parameters_untouched,
+    refuse_stepping_hooks,
+    refuse_wrappers,
+)
 from wholebatch.totals import Totals
 from wholebatch.trials import on_trial
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 UNSETTLED_EVALUATION_SIZE = 4
 """Examples per micro-batch when `evaluate` is called before training has chosen a size."""
@@ -58,7 +71,9 @@ class GradientAccumulator:
             or `"auto"`: measured on the training's own first micro-batches.
         memory_budget: What `"auto"` keeps within: `"auto"`, bytes, `"6GiB"`, or a fraction of the device. On a CPU it
             means the resident memory of the process.
-        regroup: Whether the cut may make micro-batches of equal size, rather than full ones and a rest.
+        regroup: Whether examples of like length are put together, so that little is padded: the batch's examples
+            are the same, in another order. Off, they keep their order, in full micro-batches and a rest. Modules to
+            which the order matters (BatchNorm) switch it off, and a warning names them.
         collate_fn: Makes a micro-batch of a list of examples; the batch is then such a list. Called once per
             micro-batch, all before the first forward.
         layout: Where the examples lie in batches that do not have them in dimension 0 of every field.
@@ -117,7 +132,7 @@ class GradientAccumulator:
         parameters = trainable_parameters(model, optimizer)
         self._device = parameters[0].device if parameters else torch.device("cpu")
         self._loss = StatedLoss(model, loss_fn, count)
-        self._knife = Knife(self._loss.counter, collate_fn, layout)
+        self._knife = Knife(self._loss.counter, collate_fn, layout, shape_multiple(model, collate_fn))
         self._sizing = self._options.sizing(self._device, future_state_bytes(optimizer, parameters))
         self._first_batch = FirstBatch(model, self._loss, self._knife, self._device)
         self._divisors = Divisors(self._loss.counter)
@@ -144,11 +159,14 @@ class GradientAccumulator:
         started = time.perf_counter()
         self._meter.start()
         parameters = self._ready()
-        cut = self._knife.cut(batch, self._sizing)
+        in_order = not self._options.regroup or order_matters(self.model)
+        cut = self._knife.cut(batch, self._sizing, in_order)
         if cut.unlabelled:
             return self._report(cut, [], self._judge.unlabelled(cut.num_examples), started)
         with SetAside(parameters) as aside, self._buffers as buffers:
             aside.discard()
+            if self._first_batch.may_trim(cut, parameters):
+                cut = self._knife.cut(batch, self._sizing, in_order)
             self._first_batch.check(batch, cut, parameters)
             aside.discard()  # what a loss_fn that calls backward itself has left there
             report = self._accumulate(cut, parameters, aside, scale_of(grad_scaler, self._device), started)
@@ -265,7 +283,7 @@ class GradientAccumulator:
         divisor: Divisor | None = None,
     ) -> StepReport:
         counts: Mapping[str, Number] = cut.counts if divisor is None else divisor.counts
-        parts = sorted([*ran, *(m for m in cut.micro_batches if m.unlabelled)], key=lambda m: m.examples.start)
+        parts = sorted([*ran, *(m for m in cut.micro_batches if m.unlabelled)], key=lambda m: m.start)
         return StepReport(
             loss=torch.tensor(math.nan) if totals is None or divisor is None else totals.loss(divisor.true),
             metrics={} if totals is None else totals.metrics(),
@@ -278,6 +296,8 @@ class GradientAccumulator:
             peak_memory_bytes=self._meter.peak_bytes(),
             seconds=time.perf_counter() - started,
             restarts=0,
+            real_tokens=cut.real_tokens,
+            padded_tokens=cut.padded_tokens,
         )
 
     def evaluate(self, batch_or_batches: Any) -> EvaluationReport:
@@ -296,8 +316,11 @@ class GradientAccumulator:
         evaluator = Evaluator(self.model, self._loss, self._device)
         sizing = self._sizing if self._sizing.settled else FixedSize(UNSETTLED_EVALUATION_SIZE)
         for batch in batches_of(batch_or_batches, collated=self._options.collate_fn is None):
-            cut = self._knife.cut(batch, sizing)
-            self._first_batch.check(batch, cut, trainable_parameters(self.model, self._optimizer))
+            cut = self._knife.cut(batch, sizing, in_order=not self._options.regroup)
+            parameters = trainable_parameters(self.model, self._optimizer)
+            if self._first_batch.may_trim(cut, parameters):
+                cut = self._knife.cut(batch, sizing, in_order=False)
+            self._first_batch.check(batch, cut, parameters)
             evaluator.add(cut)
         return evaluator.report()
 
@@ -310,6 +333,8 @@ class GradientAccumulator:
             "version": STATE_VERSION,
             "sizing": {"kind": type(self._sizing).__name__, **self._sizing.state_dict()},
             "first_batch": self._first_batch.state_dict(),
+            "padded_lengths": self._knife.padded.state_dict(),
+            "trims": self._knife.trims.state_dict(),
             "units_per_example": self._divisors.units_per_example,
             "skipped_in_a_row": self._judge.skipped_in_a_row,
         }
@@ -322,17 +347,20 @@ class GradientAccumulator:
         Raises:
             ConfigurationError: It is not such a state; nothing is changed then.
         """
+        version = state.get("version") if isinstance(state, Mapping) else None
+        if version is not None and version != STATE_VERSION:
+            raise ConfigurationError(
+                f"this is the state of a GradientAccumulator of version {version}, which version {STATE_VERSION} does "
+                "not read"
+            )
         if not isinstance(state, Mapping) or set(state) != set(self.state_dict()):
             got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
             raise ConfigurationError(f"this is not the state of a GradientAccumulator: it holds {got}")
-        if state["version"] != STATE_VERSION:
-            raise ConfigurationError(
-                f"this is the state of a GradientAccumulator of version {state['version']}, which version "
-                f"{STATE_VERSION} does not read"
-            )
         sizing = dict(state["sizing"])
         if sizing.pop("kind") == type(self._sizing).__name__:
             self._sizing.load_state_dict(sizing)
         self._first_batch.load_state_dict(state["first_batch"])
+        self._knife.padded.load_state_dict(state["padded_lengths"])
+        self._knife.trims.load_state_dict(state["trims"])
         self._divisors.units_per_example = float(state["units_per_example"])
         self._judge.skipped_in_a_row = int(state["skipped_in_a_row"])

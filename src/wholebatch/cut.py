@@ -1,18 +1,23 @@
-"""A batch as the micro-batches of one step: collated, cut, and counted before the first of them runs."""
+"""A batch as the micro-batches of one step: put in order, collated, cut, and counted before the first of them runs."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 
-from wholebatch.batch.containers import leaves, tensors
+from wholebatch.batch.containers import tensors
 from wholebatch.batch.layout import BatchPieces, Piece
+from wholebatch.batch.lengths import PaddedLengths, example_length, holds_tokens, padded_units
 from wholebatch.batch.sizing import Sizing
+from wholebatch.batch.trimming import Padding, masked_tokens, padding_of, trimmed
 from wholebatch.errors import BatchLayoutError
 from wholebatch.facts import BatchLayout
 from wholebatch.loss.counting import ONLY, Counter, as_numbers
+from wholebatch.undisturbed import same_random_state
 
 CollateFunction = Callable[[list[Any]], Any]
 
@@ -22,16 +27,31 @@ class MicroBatch:
     """Rows of one piece of a batch, on the host, with their counts."""
 
     piece: Piece
-    rows: range
-    offset: int
-    """The position in the batch of the piece's first row."""
+    rows: Sequence[int]
+    places: Sequence[int]
+    """The position in the batch of each of the piece's rows."""
 
-    counts: Mapping[str, float]
+    start: int
+    """How many examples of the batch come before it, in the order of the cut."""
+
+    length: int
+    """Padded tokens of each example as the cut was planned; 1 where lengths are not known."""
+
+    tokens: int
+    """Padded tokens in all."""
+
+    counts: Mapping[str, float] = field(default_factory=dict)
     """By term; empty where the count comes with the loss."""
 
+    padding: Padding | None = None
+    """If given, columns that are padding in all rows are left out."""
+
     def data(self) -> Any:
-        """The micro-batch that `loss_fn` gets: views of the batch, in the same containers."""
-        return self.piece.take(self.rows)
+        """The micro-batch that `loss_fn` gets, in the batch's containers: views where the rows are neighbours."""
+        data = self.piece.take(self.rows)
+        if self.padding is None:
+            return data
+        return trimmed(data, self.padding.columns(self.rows), self.padding.fields)
 
     @property
     def num_examples(self) -> int:
@@ -39,14 +59,20 @@ class MicroBatch:
         return len(self.rows)
 
     @property
-    def examples(self) -> range:
+    def examples(self) -> Sequence[int]:
         """Their positions in the batch."""
-        return range(self.offset + self.rows.start, self.offset + self.rows.stop)
+        return [self.places[row] for row in self.rows]
 
     @property
     def unlabelled(self) -> bool:
         """Whether it is known to hold nothing that the loss is a mean over."""
         return bool(self.counts) and not any(self.counts.values())
+
+    def part(self, first: int, last: int) -> "MicroBatch":
+        """Some of its rows, not counted."""
+        rows = self.rows[first:last]
+        tokens = self.tokens * len(rows) // len(self.rows)
+        return replace(self, rows=rows, start=self.start + first, tokens=tokens, counts={})
 
 
 @dataclass(frozen=True)
@@ -55,11 +81,21 @@ class CutBatch:
 
     micro_batches: Sequence[MicroBatch]
     num_examples: int
+    real_tokens: int | None = None
+    """Tokens that are no padding; None where lengths are not known."""
+
+    untried: Sequence[tuple[Piece, Padding]] = ()
+    """What could be trimmed, but has never been checked."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Examples in each micro-batch."""
         return tuple(micro_batch.num_examples for micro_batch in self.micro_batches)
+
+    @property
+    def padded_tokens(self) -> int | None:
+        """Tokens with padding; None where it is not known what a token is."""
+        return None if self.real_tokens is None else sum(micro_batch.tokens for micro_batch in self.micro_batches)
 
     @property
     def counts(self) -> dict[str, float]:
@@ -78,37 +114,63 @@ class CutBatch:
         return all(micro_batch.unlabelled for micro_batch in self.micro_batches)
 
 
+@dataclass
+class Trims:
+    """Which kinds of padding may be left out, by what checks on the model and its loss have said."""
+
+    allowed: set[str] = field(default_factory=set)
+    refused: set[str] = field(default_factory=set)
+
+    def asked(self, kind: str) -> bool:
+        """Whether that is known."""
+        return kind in self.allowed or kind in self.refused
+
+    def state_dict(self) -> dict[str, list[str]]:
+        """What was found."""
+        return {"allowed": sorted(self.allowed), "refused": sorted(self.refused)}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[str]]) -> None:
+        """Take over what an earlier run found, of the same model and loss."""
+        self.allowed, self.refused = set(state["allowed"]), set(state["refused"])
+
+
 @dataclass(frozen=True)
 class Knife:
-    """Cuts batches: knows how examples are collated, where they lie, and what is counted."""
+    """Cuts batches: knows how examples are collated, where they lie, what is counted, and how long they are."""
 
     counter: Counter
     collate_fn: CollateFunction | None = None
     layout: BatchLayout | None = None
+    multiple: int = 1
+    """What the widths of trimmed micro-batches are rounded up to."""
 
-    def cut(self, batch: Any, sizing: Sizing) -> CutBatch:
-        """Collate, cut and count all of `batch`.
+    padded: PaddedLengths = field(default_factory=PaddedLengths)
+    trims: Trims = field(default_factory=Trims)
+
+    def cut(self, batch: Any, sizing: Sizing, in_order: bool = True) -> CutBatch:
+        """Collate, cut and count all of `batch`; with `in_order`, its examples keep their order.
 
         Raises:
             BatchLayoutError: It cannot be cut safely.
             CountError: A count is impossible.
         """
-        pieces = self.pieces(batch, sizing)
-        parts = [part for piece, offset in pieces for part in self._parts(piece, offset, sizing)]
+        untried: list[tuple[Piece, Padding]] = []
+        if self.collate_fn is not None:
+            parts, real = self._collated(batch, self.collate_fn, sizing, in_order)
+        else:
+            parts, real = self._cut(batch, sizing, in_order, untried)
         counts = self._row_sums(parts) or self.counts(parts)
-        counted = [MicroBatch(p.piece, p.rows, p.offset, c) for p, c in zip(parts, counts, strict=True)]
-        return CutBatch(counted, sum(piece.num_examples for piece, _ in pieces))
+        counted = [replace(part, counts=one) for part, one in zip(parts, counts, strict=True)]
+        return CutBatch(counted, sum(part.num_examples for part in parts), real, untried)
 
     def split(self, micro_batch: MicroBatch, limit: int | None) -> Iterator[MicroBatch]:
         """`micro_batch` in parts of at most `limit` examples. What was collated is never collated again."""
         if limit is None or micro_batch.num_examples <= limit:
             yield micro_batch
             return
-        start = micro_batch.rows.start
-        for first in range(start, micro_batch.rows.stop, limit):
-            rows = range(first, min(first + limit, micro_batch.rows.stop))
-            part = MicroBatch(micro_batch.piece, rows, micro_batch.offset, {})
-            yield MicroBatch(part.piece, rows, part.offset, self.counts([part])[0])
+        for first in range(0, micro_batch.num_examples, limit):
+            part = micro_batch.part(first, first + limit)
+            yield replace(part, counts=self.counts([part])[0])
 
     def counts(self, parts: Sequence[MicroBatch]) -> list[dict[str, float]]:
         """The counts of `parts`, by term, on the host."""
@@ -128,19 +190,54 @@ class Knife:
             if counted is None:
                 return None
             rows[id(piece)] = counted
-        return [{ONLY: float(sum(rows[id(part.piece)][part.rows.start : part.rows.stop]))} for part in parts]
+        return [{ONLY: float(sum(rows[id(part.piece)][row] for row in part.rows))} for part in parts]
 
-    def pieces(self, batch: Any, sizing: Sizing) -> list[tuple[Piece, int]]:
-        """The parts of `batch` that are padded together, each with the position of its first example."""
-        if self.collate_fn is not None:
-            pieces = self._collated(batch, self.collate_fn, sizing)
-        else:
-            parts = batch if isinstance(batch, BatchPieces) else [batch]
-            pieces = [Piece(part, self.layout) for part in parts]
+    # ---- Batches that are collated already ----
+
+    def _cut(
+        self, batch: Any, sizing: Sizing, in_order: bool, untried: list[tuple[Piece, Padding]]
+    ) -> tuple[list[MicroBatch], int | None]:
+        pieces = [Piece(part, self.layout) for part in (batch if isinstance(batch, BatchPieces) else [batch])]
         offsets = accumulate((piece.num_examples for piece in pieces), initial=0)
-        return list(zip(pieces, offsets, strict=False))
+        parts: list[MicroBatch] = []
+        real: int | None = 0
+        for piece, offset in zip(pieces, offsets, strict=False):
+            padding = None if in_order else self._padding(piece, untried)
+            parts += self._parts(piece, offset, sizing, padding)
+            tokens = padding.tokens if padding else masked_tokens(piece.whole)
+            real = None if real is None or tokens is None else real + tokens
+        return parts, real
 
-    def _collated(self, batch: Any, collate_fn: CollateFunction, sizing: Sizing) -> list[Piece]:
+    def _padding(self, piece: Piece, untried: list[tuple[Piece, Padding]]) -> Padding | None:
+        """The padding that may be left out; what is not known to be safe is noted in `untried`."""
+        padding = padding_of(piece, self.multiple) if self.layout is None else None
+        if padding is None or padding.kind in self.trims.refused:
+            return None
+        if padding.kind in self.trims.allowed:
+            return padding
+        untried.append((piece, padding))
+        return None
+
+    def _parts(self, piece: Piece, offset: int, sizing: Sizing, padding: Padding | None) -> list[MicroBatch]:
+        n = piece.num_examples
+        unit = padded_units(piece.take(range(1)))
+        lengths = [unit] * n if padding is None else padding.lengths
+        order = by_length(lengths)
+        parts, start, places = [], 0, range(offset, offset + n)
+        for size in sizing.plan([lengths[row] for row in order]):
+            rows = order[start : start + size]
+            width = unit if padding is None else len(range(padding.width)[padding.columns(rows)])
+            parts.append(
+                MicroBatch(piece, rows, places, offset + start, lengths[rows[0]], size * width, padding=padding)
+            )
+            start += size
+        return parts
+
+    # ---- Batches that are lists of examples ----
+
+    def _collated(
+        self, batch: Any, collate_fn: CollateFunction, sizing: Sizing, in_order: bool
+    ) -> tuple[list[MicroBatch], int | None]:
         if not isinstance(batch, Sequence) or isinstance(batch, (str, bytes)):
             raise BatchLayoutError(
                 f"with collate_fn a batch is a list of examples, but it is a {type(batch).__name__}. "
@@ -150,37 +247,66 @@ class Knife:
             )
         if not batch:
             raise BatchLayoutError("the batch is an empty list: there is no example to learn from")
-        pieces, start = [], 0
-        for size in sizing.plan(len(batch), lambda: max(map(_example_units, batch))):
-            piece = Piece(collate_fn(list(batch[start : start + size])), self.layout)
-            if piece.num_examples != size:
-                raise BatchLayoutError(
-                    f"collate_fn made {piece.num_examples} rows of the {size} examples from position {start} on. "
-                    "It must keep one row for each example, so that counts and errors can be traced to them."
-                )
-            pieces.append(piece)
+        own = [example_length(example) for example in batch]
+        if not self.padded.known:
+            self._learn(batch, own, collate_fn)
+        lengths = self.padded.of(own)
+        if in_order:
+            lengths = [max(lengths)] * len(batch)
+        order, parts, start = by_length(lengths), [], 0
+        real: int | None = 0
+        for size in sizing.plan([lengths[place] for place in order]):
+            places = order[start : start + size]
+            piece = self._piece(collate_fn, [batch[place] for place in places], places)
+            tokens, longest = padded_units(piece.whole), max(own[place] for place in places)
+            self.padded.learn(longest, -(-tokens // size))
+            parts.append(MicroBatch(piece, range(size), places, start, lengths[places[0]], tokens))
+            real = _plus(real, piece, [own[place] for place in places] if holds_tokens(batch[places[0]]) else None)
             start += size
-        return pieces
+        return parts, real
 
-    def _parts(self, piece: Piece, offset: int, sizing: Sizing) -> list[MicroBatch]:
-        if self.collate_fn is not None:  # collated in the right size
-            return [MicroBatch(piece, range(piece.num_examples), offset, {})]
-        parts, start = [], 0
-        for size in sizing.plan(piece.num_examples, lambda: padded_units(piece.take(range(1)))):
-            parts.append(MicroBatch(piece, range(start, start + size), offset, {}))
-            start += size
-        return parts
+    def _piece(self, collate_fn: CollateFunction, examples: list[Any], places: Sequence[int]) -> Piece:
+        piece = Piece(collate_fn(examples), self.layout)
+        if piece.num_examples != len(examples):
+            shown = ", ".join(map(str, places[:8])) + ", ..." * (len(places) > 8)
+            raise BatchLayoutError(
+                f"collate_fn made {piece.num_examples} rows of the {len(examples)} examples at the positions {shown}. "
+                "It must keep one row for each example, so that counts and errors can be traced to them."
+            )
+        return piece
+
+    def _learn(self, batch: Sequence[Any], own: Sequence[int], collate_fn: CollateFunction) -> None:
+        """See what the collator makes of a short, a middling and a long example, each alone; nothing is moved on."""
+        order = sorted(range(len(batch)), key=own.__getitem__)
+        places = sorted({order[0], order[len(order) // 2], order[-1]}, key=own.__getitem__)
+        with same_random_state(torch.device("cpu")), suppress(Exception):  # some take no single example
+            collate = spared(collate_fn)
+            for place in places:
+                self.padded.learn_first(own[place], padded_units(collate([batch[place]])))
 
 
-def padded_units(batch: Any) -> int:
-    """Padded tokens in a collated batch: elements of its largest integer tensor `(examples, length)`, or rows."""
-    shapes = [tensor.shape for tensor in tensors(batch) if tensor.ndim >= 1]
-    tokens = [t.numel() for t in tensors(batch) if t.ndim == 2 and not t.is_floating_point()]
-    return max(tokens or [shape[0] for shape in shapes], default=1)
+def by_length(lengths: Sequence[int]) -> Sequence[int]:
+    """The positions of `lengths` from the longest on, those of one length in order; a range if that is all of them."""
+    if all(length == lengths[0] for length in lengths):
+        return range(len(lengths))
+    return sorted(range(len(lengths)), key=lambda place: -lengths[place])
 
 
-def _example_units(example: Any) -> int:
-    """Length of an example before collation: that of its longest one-dimensional field, or 1."""
-    one_dimensional = (torch.Tensor, list)
-    lengths = [len(f) for f in leaves(example) if isinstance(f, one_dimensional) and getattr(f, "ndim", 1) == 1]
-    return max(lengths, default=1)
+def _plus(real: int | None, piece: Piece, own: Sequence[int] | None) -> int | None:
+    """`real` and the tokens of a piece that are no padding: by its attention mask, else by its examples' lengths."""
+    if real is None:
+        return None
+    if (masked := masked_tokens(piece.whole)) is not None:
+        return real + masked
+    if own is None:
+        return None
+    width = padded_units(piece.whole) // piece.num_examples
+    return real + sum(min(length, width) for length in own)
+
+
+def spared(collate_fn: CollateFunction) -> CollateFunction:
+    """A copy of a collator that keeps state (its own generator), so that a check does not move it on."""
+    try:
+        return copy.deepcopy(collate_fn)
+    except Exception:  # noqa: BLE001  not everything can be copied, and then it is used as it is
+        return collate_fn

@@ -20,6 +20,7 @@ Callers need one name, `WholeBatchError`; the others say which kind of thing wen
     WholeBatchWarning                 (a UserWarning)
     ├── BatchStatisticsWarning        modules whose statistics are those of a micro-batch, not of the batch
     ├── LossNotVerifiedWarning        the stated count could not be checked against this loss
+    ├── PaddingKeptWarning            micro-batches keep the padding of the batch: without it the loss was another
     └── BadBatchWarning               a bad batch was let through because of `on_bad_batch="ignore"`
 
 Each message says what is wrong, the numbers, and the way out.
@@ -102,6 +103,10 @@ class BatchStatisticsWarning(WholeBatchWarning):
 
 class LossNotVerifiedWarning(WholeBatchWarning):
     """The stated count could not be checked: the loss draws its own randomness, say."""
+
+
+class PaddingKeptWarning(WholeBatchWarning):
+    """Micro-batches keep all the padding of their batch: with less of it the loss, or its gradient, is another."""
 
 
 class BadBatchWarning(WholeBatchWarning):

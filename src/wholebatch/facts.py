@@ -78,7 +78,7 @@ class StepReport:
     """Examples in the batch."""
 
     micro_batch_sizes: tuple[int, ...]
-    """Examples in each micro-batch, in the order they were run. Micro-batches without a label are cut but not run."""
+    """Examples in each micro-batch, in the order of the cut. Micro-batches without a label are cut but not run."""
 
     should_step: bool
     """False if the batch has no label or a non-finite loss: `.grad` is then as it was before the call. It speaks
@@ -99,6 +99,13 @@ class StepReport:
 
     restarts: int
     """How often work was done again because memory had run out."""
+
+    real_tokens: int | None = None
+    """Tokens of the batch that are no padding, by its attention mask or by the lengths of its examples; None where
+    neither says."""
+
+    padded_tokens: int | None = None
+    """Tokens of its micro-batches, padding included: `padded_tokens / real_tokens` is what padding costs."""
 
     @property
     def gradient_accumulation_steps(self) -> int:

@@ -55,6 +55,7 @@ from wholebatch.loss.verified import (
 from wholebatch.memory.device import is_out_of_memory
 from wholebatch.sample import LOOKED_AT, MOST_EXAMPLES, Sample, choose
 from wholebatch.suitability import refuse_unknown_parameters, warn_of_batch_statistics
+from wholebatch.trim_check import TrimCheck
 from wholebatch.undisturbed import undisturbed
 
 T = TypeVar("T")
@@ -84,6 +85,7 @@ class FirstBatch:
         self._undecided = False
         self._batches, self._tries, self._next_try = 0, 0, 0
         self._statistics_warned, self._apart_seen = False, False
+        self._trims = TrimCheck(knife, self._shifted)
 
     def check(self, batch: Any, cut: CutBatch, parameters: Sequence[nn.Parameter]) -> None:
         """Check before a batch is run, as far as that is still to be done."""
@@ -98,6 +100,17 @@ class FirstBatch:
                 self._statistics_warned = True
             if not self.verified and self._due(cut):
                 self._verify(batch, cut, parameters)
+
+    def may_trim(self, cut: CutBatch, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether more padding of this batch may be left out than before, so that it is to be cut again.
+
+        Raises:
+            LossNotAdditiveError: The loss is divided by the padded length.
+        """
+        if not cut.untried or cut.unlabelled or len(cut.micro_batches) == 1:
+            return False
+        most = MOST_EXAMPLES if max(cut.sizes) > 1 else 2
+        return self._trims.check(cut.untried, most, lambda sample: self._witnessed(sample, parameters, self._loss))
 
     # ---- The form ----
 

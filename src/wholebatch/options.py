@@ -7,12 +7,24 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-from wholebatch.batch.sizing import UNITS_ACCELERATOR, UNITS_CPU, FixedSize, RuleSize, SizeSearch, Sizing
+from wholebatch.batch.sizing import (
+    ACCELERATOR_COST,
+    ACCELERATOR_TOKENS,
+    CPU_COST,
+    CPU_TOKENS,
+    FixedSize,
+    RuleSize,
+    SizeSearch,
+    Sizing,
+)
 from wholebatch.errors import ConfigurationError
 from wholebatch.facts import BatchLayout
 from wholebatch.memory.device import budget_bytes
 
 OnBadBatch: TypeAlias = Literal["skip", "raise", "ignore"]
+
+COMPILED_MULTIPLE, TENSOR_CORE_MULTIPLE = 64, 8
+"""Columns: of micro-batches for compiled models, and on devices with tensor cores."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +61,15 @@ class Options:
     def sizing(self, device: torch.device, reserved_bytes: int) -> Sizing:
         """How micro-batch sizes are chosen under these options."""
         budget = budget_bytes(self.memory_budget, device)  # checked even where it does not decide
+        cost = CPU_COST if device.type == "cpu" else ACCELERATOR_COST
         if self.micro_batch_size != "auto":
-            return FixedSize(self.micro_batch_size, exact=not self.regroup)
+            return FixedSize(self.micro_batch_size, exact=not self.regroup, cost=cost)
         deterministic = self.deterministic
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
         if deterministic:
-            return RuleSize(UNITS_CPU if device.type == "cpu" else UNITS_ACCELERATOR)
-        return SizeSearch(budget, reserved_bytes, explicit=self.memory_budget != "auto")
+            return RuleSize(CPU_TOKENS if device.type == "cpu" else ACCELERATOR_TOKENS, cost)
+        return SizeSearch(budget, reserved_bytes, explicit=self.memory_budget != "auto", cost=cost)
 
 
 def check_objects(model: Any, optimizer: Any) -> None:
@@ -97,3 +110,17 @@ def future_state_bytes(optimizer: torch.optim.Optimizer | None, parameters: Iter
     else:
         copies = 2
     return copies * sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+
+
+def shape_multiple(model: nn.Module, collate_fn: Callable[[list[Any]], Any] | None) -> int:
+    """What the padded lengths of micro-batches are rounded up to, so that there are few shapes, or fast ones.
+
+    A collator pads as it likes, and often says how (`pad_to_multiple_of`). Elsewhere 64 where each shape may be
+    compiled anew, 8 where tensor cores want it, else 1.
+    """
+    if collate_fn is not None:
+        stated = getattr(collate_fn, "pad_to_multiple_of", None)
+        return stated if isinstance(stated, int) and stated > 0 else 1
+    if hasattr(model, "_orig_mod"):
+        return COMPILED_MULTIPLE
+    return TENSOR_CORE_MULTIPLE if any(p.device.type == "cuda" for p in model.parameters()) else 1

@@ -1,23 +1,25 @@
 """The few examples of a batch with which its loss is checked."""
 
-import copy
 import itertools
 from collections import Counter as Tally
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from wholebatch.batch.containers import leaves, map_tensors
 from wholebatch.batch.joining import join
 from wholebatch.batch.layout import Piece
+from wholebatch.batch.trimming import Padding, trimmed
 from wholebatch.candidates import CLASSES, OF_LABELS, candidates
-from wholebatch.cut import CollateFunction, CutBatch, Knife
+from wholebatch.cut import CollateFunction, CutBatch, Knife, spared
 from wholebatch.facts import BatchLayout
 from wholebatch.loss.counting import IGNORED_LABEL, as_numbers
 from wholebatch.undisturbed import drawn_so_far
+
+T = TypeVar("T")
 
 LOOKED_AT = 32
 """Examples among which those to check with are chosen."""
@@ -123,7 +125,7 @@ def choose(
     if piece.num_examples == 1 < len(cut.micro_batches):
         return _apart(cut, knife, shifted)
     places = range(0, piece.num_examples, -(-piece.num_examples // LOOKED_AT))
-    return Sample(source, layout, _parts(_rows(piece, places, 0, knife, shifted), most, alike))
+    return Sample(source, layout, _parts(_rows(piece, places, places, knife, shifted), most, alike))
 
 
 def _largest(cut: CutBatch) -> tuple[Piece, Any]:
@@ -142,20 +144,38 @@ def _largest(cut: CutBatch) -> tuple[Piece, Any]:
 def _apart(cut: CutBatch, knife: Knife, shifted: bool) -> Sample:
     """Two examples that cannot be put together, as they were padded apart."""
     first = cut.micro_batches[:LOOKED_AT]
-    rows = [row for i, m in enumerate(first) for row in _rows(m.piece, range(1), i, knife, shifted)]
+    rows = [row for i, m in enumerate(first) for row in _rows(m.piece, m.rows[:1], [i], knife, shifted)]
     chosen = [place for part in _parts(rows, 2, alike=False) for place in part]
     parts = [first[place].data() for place in chosen]
     return Sample(parts, knife.layout or BatchLayout(), [[0]] * len(parts), apart=True, collated=(None, *parts))
 
 
-def _rows(piece: Piece, places: Sequence[int], offset: int, knife: Knife, shifted: bool) -> list[_Row]:
-    counted = candidates(piece.take(list(places)), len(places), shifted)
-    stated = as_numbers([knife.counter(piece.take(range(place, place + 1)), 1) for place in places])
-    rows = []
+def trimmed_sample(piece: Piece, padding: Padding, most: int, knife: Knife, shifted: bool) -> Sample | None:
+    """The shortest examples of a padded batch, all together as they are, and in parts with their padding left out.
+
+    None where there are no two with anything to learn from, the shorter of them shorter than the batch.
+    """
+    lengths = padding.lengths
+    places = sorted(range(piece.num_examples), key=lengths.__getitem__)[:LOOKED_AT]
+    found = [row.place for row in _rows(piece, places, places, knife, shifted) if any(row.stated) or not row.stated]
+    if len(found) < 2 or lengths[found[0]] == padding.width:
+        return None
+    others = sorted(found[1:], key=lambda place: lengths[place] == lengths[found[0]])[: most - 1]
+    parts = [[found[0]], others]
+    cut = [trimmed(piece.take(part), padding.columns(part), padding.fields) for part in parts]
+    together = piece.take([place for part in parts for place in part])
+    return Sample(piece.whole, knife.layout or BatchLayout(), parts, collated=(together, *cut))
+
+
+def _rows(piece: Piece, rows: Sequence[int], places: Sequence[int], knife: Knife, shifted: bool) -> list[_Row]:
+    """These rows of `piece`, each under the name that it has in `places`."""
+    counted = candidates(piece.take(list(rows)), len(rows), shifted)
+    stated = as_numbers([knife.counter(piece.take(range(row, row + 1)), 1) for row in rows])
+    found = []
     for i, (place, own) in enumerate(zip(places, stated, strict=True)):
         counts = {name: candidate.rows[i] for name, candidate in counted.items()}
-        rows.append(_Row(offset + place, counts, tuple(own.values())))
-    return rows
+        found.append(_Row(place, counts, tuple(own.values())))
+    return found
 
 
 def _parts(rows: Sequence[_Row], most: int, alike: bool) -> list[list[int]]:
@@ -186,7 +206,7 @@ def _different(rows: Sequence[_Row]) -> list[_Row]:
     return unlike + _spread([row for row in ordered if row not in unlike], MOST_EXAMPLES)
 
 
-def _spread(rows: Sequence[_Row], number: int) -> list[_Row]:
+def _spread(rows: Sequence[T], number: int) -> list[T]:
     """At most `number` of them, from the first to the last."""
     last = len(rows) - 1
     return [rows[round(i * last / (number - 1))] for i in range(number)] if last >= number else list(rows)
@@ -232,26 +252,25 @@ def _collated(
 
     What a random collator has made is cut and trimmed instead, since it never makes the same twice.
     """
-    layout, collate = knife.layout or BatchLayout(), _spared(collate_fn)
+    layout, collate = knife.layout or BatchLayout(), spared(collate_fn)
     rows: list[_Row] = []
-    for micro_batch in cut.micro_batches:
-        if micro_batch.unlabelled:
-            continue
-        rows += _rows(micro_batch.piece, micro_batch.rows[:LOOKED_AT], micro_batch.offset, knife, shifted)
-        if len(rows) >= LOOKED_AT:
-            break
+    labelled = [micro_batch for micro_batch in cut.micro_batches if not micro_batch.unlabelled]
+    for micro_batch in _spread(labelled, LOOKED_AT):  # long and short ones
+        few = micro_batch.rows[: -(-LOOKED_AT // len(labelled))]
+        rows += _rows(micro_batch.piece, few, [micro_batch.places[row] for row in few], knife, shifted)
     several = [batch[row.place] for row in _spread(rows, _COLLATED)]
     whole = _made_at_random(collate, several)
     if whole is None:
         examples = [[batch[place] for place in part] for part in parts_of(rows)]
-        places = iter(range(sum(map(len, examples))))
+        numbers = iter(range(sum(map(len, examples))))
         together = collate([example for part in examples for example in part])
         parts = [collate(part) for part in examples]
         return Sample(
-            together, layout, [[next(places) for _ in part] for part in examples], collated=(together, *parts)
+            together, layout, [[next(numbers) for _ in part] for part in examples], collated=(together, *parts)
         )
     piece = Piece(whole, layout)
-    cut_only = Sample(whole, layout, parts_of(_rows(piece, range(piece.num_examples), 0, knife, shifted)))
+    places = range(piece.num_examples)
+    cut_only = Sample(whole, layout, parts_of(_rows(piece, places, places, knife, shifted)))
     return replace(cut_only, collated=tuple(_trimmed([cut_only.union, *cut_only.parts], whole)))
 
 
@@ -314,14 +333,6 @@ def _without_padding(part: Any, padding: Sequence[float], from_right: bool) -> A
     columns = real.nonzero().flatten().tolist() or [0]
     kept = slice(0, columns[-1] + 1) if from_right else slice(columns[0], None)
     return map_tensors(lambda tensor: tensor[:, kept] if any(tensor is field for field in fields) else tensor, part)
-
-
-def _spared(collate_fn: CollateFunction) -> CollateFunction:
-    """A copy of a collator that keeps state (its own generator), so that the check does not move it on."""
-    try:
-        return copy.deepcopy(collate_fn)
-    except Exception:  # noqa: BLE001  not everything can be copied, and then it is used as it is
-        return collate_fn
 
 
 def _equal(one: Any, other: Any) -> bool:

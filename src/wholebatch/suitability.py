@@ -74,7 +74,8 @@ def warn_of_batch_statistics(model: nn.Module) -> None:
         warnings.warn(
             f"{_listed(names)}: normalises with, or tracks, the statistics of what it sees, and it sees micro-batches. "
             "Not exact: the activations after it, hence the gradient, and its running statistics, which move once "
-            "per micro-batch. Exact: everything else. Way out: LayerNorm or GroupNorm, or put these modules in "
+            "per micro-batch. Exact: everything else. Since the order of the examples matters to it, they are not "
+            "regrouped by length. Way out: LayerNorm or GroupNorm, or put these modules in "
             "eval() to freeze them.",
             BatchStatisticsWarning,
             stacklevel=4,
@@ -84,6 +85,11 @@ def warn_of_batch_statistics(model: nn.Module) -> None:
 def batch_statistics(model: nn.Module) -> list[str]:
     """The names of the modules in training mode that use or track the statistics of a batch."""
     return [name for name, module in _named(model) if module.training and tracks_the_batch(module)]
+
+
+def order_matters(model: nn.Module) -> bool:
+    """Whether a module in training mode sees which examples are together in a micro-batch."""
+    return any(module.training and tracks_the_batch(module) for module in model.modules())
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -8,7 +8,7 @@ import torch
 
 from wholebatch.batch.containers import map_tensors
 from wholebatch.batch.sizing import SizeSearch, Sizing
-from wholebatch.cut import Knife, MicroBatch, padded_units
+from wholebatch.cut import Knife, MicroBatch
 from wholebatch.errors import MemoryBudgetError
 from wholebatch.memory.device import PeakMeter, synchronize
 
@@ -22,9 +22,8 @@ def on_trial(
     """
     first = True
     for micro_batch in micro_batches:
-        for part in knife.split(micro_batch, sizing.limit):
+        for part in knife.split(micro_batch, sizing.limit(micro_batch.length)):
             data = map_tensors(lambda tensor: tensor.to(device), part.data())
-            units = padded_units(data)
             meter.lap()
             base, started = meter.current_bytes(), time.perf_counter()
             yield part, data
@@ -32,7 +31,7 @@ def on_trial(
             synchronize(device)
             seconds, peak = time.perf_counter() - started, meter.lap()
             # The batch's first micro-batch also allocates the gradients, which the next ones find there.
-            sizing.observe(part.num_examples, units, seconds, None if first else base, peak)
+            sizing.observe(part.num_examples, part.length, part.tokens, seconds, None if first else base, peak)
             first = False
             _refuse_shortfall(sizing)
 

@@ -87,6 +87,9 @@ class Piece:
     fields: tuple[Field, ...]
     """Every field that is not a container, in the order of the containers."""
 
+    values: tuple[Any, ...]
+    """The value of each of `fields`."""
+
     one_reading: bool
     """False if the batch holds one example and a field that would be ambiguous in a larger batch."""
 
@@ -100,7 +103,7 @@ class Piece:
         self.whole = batch
         self._cut = analysis.cut(batch, "")
         _check_used(layout, analysis.visited)
-        self.fields = tuple(analysis.fields)
+        self.fields, self.values = tuple(analysis.fields), tuple(analysis.values)
         self.one_reading = analysis.one_reading
 
     def take(self, rows: range | Sequence[int]) -> Any:
@@ -161,6 +164,7 @@ class _Analysis:
         self.layout = layout
         self.num_examples = num_examples
         self.fields: list[Field] = []
+        self.values: list[Any] = []
         self.visited: set[str] = set()
         self.one_reading = True
 
@@ -182,13 +186,17 @@ class _Analysis:
             case _:
                 return self._whole(value, path)
 
+    def _note(self, value: Any, field: Field) -> None:
+        self.fields.append(field)
+        self.values.append(value)
+
     def _whole(self, value: Any, path: str, *, one_reading: bool = True) -> Cut:
-        self.fields.append(Field(path, "shared", described(value)))
+        self._note(value, Field(path, "shared", described(value)))
         self.one_reading = self.one_reading and one_reading
         return _Whole(value)
 
     def _rows(self, value: Any, path: str, dim: int = 0) -> Cut:
-        self.fields.append(Field(path, "per example", described(value)))
+        self._note(value, Field(path, "per example", described(value)))
         if not is_array(value):
             return lambda rows: item_rows(value, rows)
         cut = cut_of(value, dim % value.ndim)
@@ -197,7 +205,7 @@ class _Analysis:
         return cut
 
     def _selected(self, value: Any, path: str, select: Callable[[Any, Sequence[int]], Any]) -> Cut:
-        self.fields.append(Field(path, "per example", described(value)))
+        self._note(value, Field(path, "per example", described(value)))
         return lambda rows: select(self.batch, rows.indices)
 
     def _stated(self, value: Any, path: str, dim: int) -> Cut:

@@ -1,13 +1,17 @@
-"""How many examples a micro-batch holds. Numbers in, sizes out; no torch.
+"""How many examples a micro-batch holds, from their padded lengths. Numbers in, sizes out; no torch.
 
-Throughput saturates at small sizes while memory grows linearly, so the choice is the smallest size whose throughput
-is within `TOLERANCE` of the best, not the largest that fits.
+Throughput saturates at small micro-batches while memory grows linearly, so the choice is the smallest number of padded
+tokens whose throughput is within `TOLERANCE` of the best, not the largest that fits. Under it, the cut is the one that
+is predicted to be the fastest (`partition`).
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from wholebatch.batch.costs import ByteModel, Cost, Timing, fitted
+from wholebatch.batch.partition import full_sizes, partition
 
 TOLERANCE = 0.02
 """A size counts as fast as the fastest within this; a doubling that gains less counts as no gain."""
@@ -22,25 +26,12 @@ example hardly ever grows with the size, but a busy machine can slow down every 
 MARGIN = 0.1
 """Share of the memory left over the base that is not planned with: allocators hold on to more than is in use."""
 
-UNITS_CPU, UNITS_ACCELERATOR = 1024, 16384
+CPU_TOKENS, ACCELERATOR_TOKENS = 512, 16384
 """Padded tokens of a micro-batch under `deterministic`, where timings must not decide: enough to keep a CPU busy with a
 Transformer of some million parameters, and a multiple of that on an accelerator."""
 
-
-def equal_sizes(num_examples: int, limit: int) -> list[int]:
-    """As few micro-batches of at most `limit` as possible, as equal as possible: 10 at 4 are 4, 3, 3.
-
-    Equal, because the memory needed is that of the largest, and because fewer shapes mean fewer compiles.
-    """
-    steps = math.ceil(num_examples / limit)
-    smaller, larger = num_examples // steps, num_examples % steps
-    return [smaller + 1] * larger + [smaller] * (steps - larger)
-
-
-def full_sizes(num_examples: int, limit: int) -> list[int]:
-    """Micro-batches of exactly `limit`, and one of what is left: 10 at 4 are 4, 4, 2."""
-    left = num_examples % limit
-    return [limit] * (num_examples // limit) + ([left] if left else [])
+CPU_COST, ACCELERATOR_COST = Cost(32.0, 1.0), Cost(2048.0, 1.0)
+"""The cost in tokens where nothing was measured: what a micro-batch costs beside its tokens."""
 
 
 class Sizing(Protocol):
@@ -50,15 +41,16 @@ class Sizing(Protocol):
     def settled(self) -> bool:
         """Whether the choice is made; if not, `observe` wants to hear of every micro-batch."""
 
-    @property
-    def limit(self) -> int | None:
-        """The most examples a micro-batch may hold from now on; None while it is unknown."""
+    def limit(self, length: int) -> int | None:
+        """The most examples of a padded length that a micro-batch may hold from now on; None while it is unknown."""
 
-    def plan(self, num_examples: int, units: Callable[[], int]) -> Sequence[int]:
-        """Sizes that sum to `num_examples`. `units()` is an example's padded length in tokens, or 1."""
+    def plan(self, lengths: Sequence[int]) -> Sequence[int]:
+        """Sizes that sum to the number of examples, given their padded lengths (tokens, or 1), longest first."""
 
-    def observe(self, size: int, units: int, seconds: float, base_bytes: int | None, peak_bytes: int | None) -> None:
-        """What a micro-batch of `size` examples and `units` padded tokens in all took."""
+    def observe(
+        self, size: int, length: int, tokens: int, seconds: float, base_bytes: int | None, peak_bytes: int | None
+    ) -> None:
+        """What a micro-batch took, planned with `size` examples of `length`, holding `tokens` padded tokens in all."""
 
     def state_dict(self) -> dict[str, Any]:
         """The choice, for a later run."""
@@ -73,18 +65,22 @@ class FixedSize:
 
     size: int
     exact: bool = False
+    cost: Cost = CPU_COST
     settled: bool = True
 
-    @property
-    def limit(self) -> int:
+    def limit(self, length: int) -> int:
         """The size."""
         return self.size
 
-    def plan(self, num_examples: int, units: Callable[[], int]) -> Sequence[int]:
+    def plan(self, lengths: Sequence[int]) -> Sequence[int]:
         """See `Sizing`."""
-        return (full_sizes if self.exact else equal_sizes)(num_examples, self.size)
+        if self.exact:
+            return full_sizes(len(lengths), self.size)
+        return partition(lengths, self.cost, self.limit)
 
-    def observe(self, size: int, units: int, seconds: float, base_bytes: int | None, peak_bytes: int | None) -> None:
+    def observe(
+        self, size: int, length: int, tokens: int, seconds: float, base_bytes: int | None, peak_bytes: int | None
+    ) -> None:
         """Nothing to learn."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,103 +93,131 @@ class FixedSize:
 
 @dataclass
 class RuleSize:
-    """A power of two of examples whose padded tokens come to at most `target_units`: the same on every run."""
+    """As many examples as come to at most `target_tokens` padded tokens: the same on every run."""
 
-    target_units: int
-    size: int | None = None
+    target_tokens: int
+    cost: Cost = CPU_COST
     settled: bool = True
 
-    @property
-    def limit(self) -> int | None:
-        """The size, once a batch has been seen."""
-        return self.size
-
-    def plan(self, num_examples: int, units: Callable[[], int]) -> Sequence[int]:
+    def limit(self, length: int) -> int:
         """See `Sizing`."""
-        if self.size is None:
-            self.size = 2 ** max(0, int(math.log2(self.target_units / max(units(), 1))))
-        return equal_sizes(num_examples, self.size)
+        return max(1, self.target_tokens // length)
 
-    def observe(self, size: int, units: int, seconds: float, base_bytes: int | None, peak_bytes: int | None) -> None:
+    def plan(self, lengths: Sequence[int]) -> Sequence[int]:
+        """See `Sizing`."""
+        return partition(lengths, self.cost, self.limit)
+
+    def observe(
+        self, size: int, length: int, tokens: int, seconds: float, base_bytes: int | None, peak_bytes: int | None
+    ) -> None:
         """Timings do not decide."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The size."""
-        return {"size": self.size}
+        """Nothing to keep: the lengths say all."""
+        return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the size."""
-        self.size = state["size"]
+        """Nothing to take over."""
 
 
 @dataclass
 class SizeSearch:
-    """Doubles the size on the training's own micro-batches while that pays and the memory budget allows it.
+    """Doubles the tokens of a micro-batch, on the training's own, while that pays and the memory budget allows it.
+
+    The tokens tried are powers of two, from those of the longest example on: a micro-batch is a measurement of one of
+    them if it holds as many examples of its length as fit into it.
 
     Args:
         budget_bytes: What the process (CPU) or the device may use; None where unknown, then speed alone decides.
         reserved_bytes: What will come on top later: the optimizer's state before its first step.
         explicit: Whether the user stated the budget, so that exceeding it with one example is an error.
+        cost: In which proportion the cost of a micro-batch grows, until it is measured.
     """
 
     budget_bytes: int | None = None
     reserved_bytes: int = 0
     explicit: bool = False
+    cost: Cost = CPU_COST
     choice: int | None = None
+    """Padded tokens of a micro-batch at most."""
+
+    _timings: dict[int, list[Timing]] = field(default_factory=dict)
+    """By the power of two that they measure."""
+
     _rates: dict[int, float] = field(default_factory=dict)
-    _runs: dict[int, int] = field(default_factory=dict)
+    _fit: Cost = CPU_COST
     _capped_at: int = 0
     """Where the search ended because batches were too small for the next size: the largest such batch; else 0."""
 
     _warm: bool = False
     _base: int | None = None
-    _per_example: float = 0.0
+    _bytes: ByteModel = field(default_factory=ByteModel)
+    _worst: float = 0.0
+    """Bytes of the most that a micro-batch of one example may have needed."""
 
     @property
     def settled(self) -> bool:
         """Whether the search is over."""
         return self.choice is not None
 
-    @property
-    def limit(self) -> int | None:
-        """The choice; while searching, the largest size that memory allows."""
-        return self.choice if self.choice is not None else self._memory_limit()
+    def limit(self, length: int) -> int | None:
+        """See `Sizing`."""
+        by_memory = self._memory_limit(length)
+        if self.choice is None:
+            return by_memory
+        return min(max(1, self.choice // length), by_memory or self.choice)
 
-    def plan(self, num_examples: int, units: Callable[[], int]) -> Sequence[int]:
+    def plan(self, lengths: Sequence[int]) -> Sequence[int]:
         """The next sizes to try; what is left over runs at the last of them."""
-        if num_examples > self._capped_at > 0:
+        total = sum(lengths)
+        if total > self._capped_at > 0:
             self.choice, self._capped_at = None, 0  # a batch that is large enough for a larger size has come
-        if self.choice is None and self._complete() and 2 * max(self._rates) > num_examples:
+        if self.choice is None and self._complete() and 2 * max(self._timings) > total:
             self._choose()
-            self._capped_at = 2 * max(self._rates) - 1
+            self._capped_at = 2 * max(self._timings) - 1
         if self.choice is not None:
-            return equal_sizes(num_examples, self.choice)
-        sizes = [] if self._warm else [1]
-        size = min(
-            (one for one in self._rates if self._runs[one] < self._wanted(one)), default=max(self._rates, default=1)
-        )
-        while sum(sizes) + size <= num_examples:
-            wanted = self._wanted(size) - self._runs.get(size, 0)
-            room = (num_examples - sum(sizes)) // size
-            sizes += [size] * max(0, min(wanted, room))
-            if room < wanted:
-                break
-            size *= 2
-        left, last = num_examples - sum(sizes), sizes[-1] if sizes else min(size, num_examples)
-        return sizes + (full_sizes(left, last) if left else [])
+            return partition(lengths, self.cost, lambda length: self.limit(length) or 1)
+        return self._trials(lengths)
 
-    def observe(self, size: int, units: int, seconds: float, base_bytes: int | None, peak_bytes: int | None) -> None:
+    def _trials(self, lengths: Sequence[int]) -> list[int]:
+        sizes = [] if self._warm else [1]
+        at, level = len(sizes), self._next_level(lengths[0])
+        last, planned = level, Counter[int]()
+        while at < len(lengths):
+            size = max(1, level // lengths[at])
+            if size > len(lengths) - at:  # too few are left for this size
+                level, size = last, min(max(1, last // lengths[at]), len(lengths) - at)
+            sizes.append(size)
+            at, last = at + size, level
+            planned[level] += 1
+            if planned[level] + len(self._timings.get(level, ())) == self._wanted(level):
+                level *= 2
+        return sizes
+
+    def _next_level(self, longest: int) -> int:
+        """The smallest of the sizes that are still to be measured."""
+        unfinished = [level for level in self._timings if len(self._timings[level]) < self._wanted(level)]
+        return min(unfinished, default=2 * max(self._timings) if self._timings else _power_of_two(longest))
+
+    def observe(
+        self, size: int, length: int, tokens: int, seconds: float, base_bytes: int | None, peak_bytes: int | None
+    ) -> None:
         """Take a micro-batch into account; the very first one only for its memory, since it also warms things up."""
         if base_bytes is not None and peak_bytes is not None:
             self._base = base_bytes if self._base is None else max(self._base, base_bytes)
-            self._per_example = max(self._per_example, (peak_bytes - base_bytes) / size)
+            self._bytes.observe(size * length, length, peak_bytes - base_bytes)
+            self._worst = max(self._worst, self._bytes(1, length))
         if not self._warm:
             self._warm = True
             return
-        if size.bit_count() > 1 or self._runs.get(size, 0) >= self._wanted(size):
+        level = _power_of_two(size * length)
+        measured = self._timings.setdefault(level, [])
+        if size != max(1, level // length) or len(measured) >= self._wanted(level):
+            if not measured:
+                del self._timings[level]
             return  # a rest, a part of what turned out too large, or measured often enough
-        self._runs[size] = self._runs.get(size, 0) + 1
-        self._rates[size] = max(self._rates.get(size, 0.0), units / max(seconds, 1e-9))
+        measured.append(Timing(tokens, tokens / size, max(seconds, 1e-9)))
+        self._rates, self._fit = self._measured()
         if self._over():
             self._choose()
 
@@ -202,41 +226,66 @@ class SizeSearch:
         """By how much a micro-batch of one example exceeds the budget; 0 where it fits, or nothing is known."""
         if self.budget_bytes is None or self._base is None:
             return 0
-        return max(0, int(self._base + self.reserved_bytes + self._per_example) - self.budget_bytes)
+        return max(0, int(self._base + self.reserved_bytes + self._worst) - self.budget_bytes)
+
+    def _measured(self) -> tuple[dict[int, float], Cost]:
+        """The best throughput measured at each size, attention counted, as long examples come first; and the cost."""
+        cost = fitted([one for measured in self._timings.values() for one in measured], self.cost)
+        rates = {
+            level: max(cost.work(one.tokens, one.length) / one.seconds for one in measured)
+            for level, measured in self._timings.items()
+        }
+        return rates, cost
 
     def _choose(self) -> None:
         best = max(self._rates.values())
-        self.choice = min(size for size, rate in self._rates.items() if rate >= (1 - TOLERANCE) * best)
+        self.choice = min(level for level, rate in self._rates.items() if rate >= (1 - TOLERANCE) * best)
+        self.cost = self._fit
 
     def _complete(self) -> bool:
         """Whether every size tried so far has been measured often enough."""
-        return bool(self._rates) and all(self._runs[size] >= self._wanted(size) for size in self._rates)
+        return bool(self._timings) and all(len(m) >= self._wanted(level) for level, m in self._timings.items())
 
-    def _wanted(self, size: int) -> int:
+    def _wanted(self, level: int) -> int:
         """How many micro-batches of a size are to be measured."""
-        smaller = max((rate for other, rate in self._rates.items() if other < size), default=0.0)
-        return REPEATS if self._rates.get(size, smaller) >= DOUBTFUL * smaller else 3 * REPEATS
+        smaller = max((rate for other, rate in self._rates.items() if other < level), default=0.0)
+        return REPEATS if self._rates.get(level, smaller) >= DOUBTFUL * smaller else 3 * REPEATS
 
     def _over(self) -> bool:
         if not self._complete():
             return False
-        largest, limit = max(self._rates), self._memory_limit()
-        if limit is not None and 2 * largest > limit:
+        largest = max(self._timings)
+        longest = max(int(one.length) for one in self._timings[largest])
+        limit = self._memory_limit(longest)
+        if limit is not None and 2 * largest > limit * longest:
             return True
-        gains = [self._rates[size] / self._rates[size // 2] - 1 for size in self._rates if size // 2 in self._rates]
+        rates = self._rates
+        gains = [rates[level] / rates[level // 2] - 1 for level in sorted(rates) if level // 2 in rates]
         return len(gains) >= 2 and all(gain < TOLERANCE for gain in gains[-2:])
 
-    def _memory_limit(self) -> int | None:
-        if self.budget_bytes is None or self._base is None or self._per_example <= 0:
+    def _memory_limit(self, length: int) -> int | None:
+        if self.budget_bytes is None or self._base is None:
             return None
         free = (1 - MARGIN) * (self.budget_bytes - self.reserved_bytes - self._base)
-        return max(1, int(free / self._per_example))
+        return self._bytes.most(free, length)
 
     def state_dict(self) -> dict[str, Any]:
-        """The choice, and the measurements it rests on (padded tokens per second by size)."""
-        return {"choice": self.choice, "capped_at": self._capped_at, "rates": dict(self._rates)}
+        """The choice, and what it rests on (padded tokens per second by size, the cost of a micro-batch)."""
+        cost = self.cost
+        return {
+            "choice": self.choice,
+            "capped_at": self._capped_at,
+            "rates": dict(self._rates),
+            "cost": [cost.per_micro_batch, cost.per_token, cost.per_token_squared],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over an earlier run's choice; a search that was not over starts again."""
         self.choice, self._capped_at = state["choice"], int(state["capped_at"])
-        self._rates = {int(size): float(rate) for size, rate in state["rates"].items()} if self.settled else {}
+        if self.settled:
+            self.cost = Cost(*map(float, state["cost"]))
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest power of two that is not below `number`."""
+    return 1 << max(0, int(number) - 1).bit_length()

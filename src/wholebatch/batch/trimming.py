@@ -1,0 +1,156 @@
+"""Padding off micro-batches that were cut from a padded batch.
+
+A batch with an attention mask says how long each example is. Micro-batches of short examples need not carry the width
+of the longest: the columns that are padding in all their rows are left out. Which fields have those columns is decided
+by their shapes, and anything doubtful leaves the batch as it is: only an end-to-end check on the model and the loss
+(`first_batch`) can say that nothing else depends on them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from wholebatch.batch.containers import opened
+from wholebatch.batch.fields import children
+from wholebatch.batch.layout import Piece
+from wholebatch.batch.lengths import rounded_up
+
+MASK = "attention_mask"
+LABELS = ("labels", "label", "targets", "target", "label_ids")
+IGNORED_LABEL = -100
+
+NUMBERED = ("position_ids",)
+"""Fields that may hold anything where there is padding."""
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Where the padding of a batch lies."""
+
+    width: int
+    """Columns of the batch."""
+
+    before: Sequence[int]
+    """By example: columns of padding at its beginning."""
+
+    behind: Sequence[int]
+    """By example: columns of padding at its end."""
+
+    tokens: int
+    """What the mask leaves in, over all examples."""
+
+    fields: frozenset[str]
+    """The fields that have these columns, by path."""
+
+    multiple: int = 1
+    """What micro-batches' widths are rounded up to."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """By example: the columns that it needs at least."""
+        pairs = zip(self.before, self.behind, strict=True)
+        return [self._rounded(self.width - before - behind) for before, behind in pairs]
+
+    def columns(self, rows: Sequence[int]) -> slice:
+        """The columns that a micro-batch of these rows needs."""
+        before, behind = min(self.before[row] for row in rows), min(self.behind[row] for row in rows)
+        missing = self._rounded(self.width - before - behind) - (self.width - before - behind)
+        behind, missing = behind - min(behind, missing), missing - min(behind, missing)
+        return slice(before - missing, self.width - behind)
+
+    @property
+    def kind(self) -> str:
+        """What trimming does, in words: from which side, in which fields."""
+        sides = [side for side, cut in (("left", self.before), ("right", self.behind)) if any(cut)]
+        return f"{' and '.join(sides)} padding of {', '.join(sorted(self.fields))}"
+
+    def _rounded(self, length: int) -> int:
+        return min(self.width, rounded_up(max(length, 1), self.multiple))
+
+
+def padding_of(piece: Piece, multiple: int = 1) -> Padding | None:
+    """The padding of a batch; None if it has none, has no mask on the host, or could not be trimmed safely."""
+    mask = mask_of(piece.whole)
+    if mask is None or mask.shape[0] != piece.num_examples or mask.device.type != "cpu":
+        return None
+    width = mask.shape[1]
+    fields = _fields_of_width(piece, width)
+    if fields is None:
+        return None
+    real = mask != 0
+    positions = real.any(dim=1)
+    if bool(real.all()) or not bool(positions.all()):  # nothing to trim, or an example that is all padding
+        return None
+    before = real.long().argmax(dim=1)
+    behind = real.flip(1).long().argmax(dim=1)
+    if not _holds_only_padding(piece.whole, "", fields, before, width - behind):
+        return None
+    return Padding(width, before.tolist(), behind.tolist(), int(real.sum()), fields, multiple)
+
+
+def trimmed(batch: Any, columns: slice, fields: frozenset[str], path: str = "") -> Any:
+    """The same containers with `fields` narrowed to these columns; contiguous, as `labels.view(-1)` needs it."""
+    if path in fields:
+        return batch[:, columns].contiguous()
+    if not any(field.startswith(f"{path}." if path else "") for field in fields):
+        return batch
+    pairs = children(batch, path)
+    values = [trimmed(child, columns, fields, its_path) for child, its_path in pairs]
+    return opened(batch).rebuild(values)
+
+
+def mask_of(batch: Any) -> torch.Tensor | None:
+    """The attention mask `(examples, width)` of whole numbers among the fields of a mapping, or of a mapping in it."""
+    if not isinstance(batch, Mapping):
+        return None
+    mask = batch.get(MASK)
+    if isinstance(mask, torch.Tensor):
+        plain = mask.ndim == 2 and mask.layout == torch.strided and not mask.is_nested
+        return mask if plain and not mask.is_floating_point() and mask.shape[1] else None
+    found = [inner for inner in map(mask_of, batch.values()) if inner is not None]
+    return found[0] if len(found) == 1 else None
+
+
+def masked_tokens(batch: Any) -> int | None:
+    """Tokens that the attention mask leaves in; None without one, and where reading it would wait for a device."""
+    mask = mask_of(batch)
+    return None if mask is None or mask.device.type != "cpu" else int((mask != 0).sum())
+
+
+def _fields_of_width(piece: Piece, width: int) -> frozenset[str] | None:
+    """The fields whose dimension 1, and no other, is as long as the mask; None where it is not clear which these are.
+
+    Fields that are shared, or have that length elsewhere (square masks, channels first), make it unclear.
+    """
+    found = set()
+    for field, value in zip(piece.fields, piece.values, strict=True):
+        if not isinstance(value, torch.Tensor):
+            continue
+        shape = tuple(value.shape) if not value.is_nested else ()
+        if width not in shape[1:] and not (field.role == "shared" and width in shape):
+            continue
+        per_example = field.role == "per example" and shape[0] == piece.num_examples
+        numbered = field.role == "shared" and shape == (1, width)
+        if shape.count(width) - (shape[0] == width) != 1 or shape[1:2] != (width,) or not (per_example or numbered):
+            return None
+        found.add(field.path)
+    return frozenset(found)
+
+
+def _holds_only_padding(value: Any, path: str, fields: frozenset[str], start: torch.Tensor, stop: torch.Tensor) -> bool:
+    """Whether the fields of one number a token hold one value only outside the mask; labels, only ignored ones."""
+    if path in fields:
+        if value.ndim != 2 or value.shape[0] != len(start):  # features of tokens; positions that all examples share
+            return True
+        if value.device.type != "cpu":
+            return False
+        columns = torch.arange(value.shape[1])
+        outside = value[(columns < start[:, None]) | (columns >= stop[:, None])]
+        if path.rpartition(".")[2] in LABELS:
+            return bool((outside == IGNORED_LABEL).all())
+        return path.rpartition(".")[2] in NUMBERED or bool((outside == outside[:1]).all())
+    if not any(field.startswith(f"{path}." if path else "") for field in fields):
+        return True
+    return all(_holds_only_padding(child, its_path, fields, start, stop) for child, its_path in children(value, path))

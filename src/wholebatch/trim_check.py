@@ -1,0 +1,114 @@
+"""Whether padding may be left out of micro-batches: the model and its loss, with it and without.
+
+The same few examples are evaluated together, as they came, and in parts without the columns that are padding in all
+their rows. Losses and gradients must add up as they do with padding (`loss.verified`); a check of the loss alone would
+let a zero-initialised head pass anything.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from wholebatch.batch.layout import Piece
+from wholebatch.batch.trimming import Padding
+from wholebatch.cut import Knife
+from wholebatch.errors import LossNotAdditiveError, PaddingKeptWarning
+from wholebatch.evidence import Witness
+from wholebatch.loss.verified import OTHER_SEED, Evidence, judge
+from wholebatch.memory.device import is_out_of_memory
+from wholebatch.sample import MOST_EXAMPLES, Sample, trimmed_sample
+
+Witnessed = Callable[[Sample], tuple[Evidence, Witness]]
+
+AGREE = 1e-3
+"""How well the loss must follow the padded length for it to be named as what the loss is divided by."""
+
+
+class TrimCheck:
+    """Checks each kind of padding the first time it could be left out; again later where a batch says nothing.
+
+    Args:
+        knife: Whose `trims` hold what was found.
+        witnessed: Evaluates the model and its loss on a sample, and leaves no trace.
+        shifted: As for `candidates`.
+    """
+
+    def __init__(self, knife: Knife, shifted: bool) -> None:
+        self._knife, self._shifted = knife, shifted
+        self._batches, self._next = 0, 1
+
+    def check(self, untried: Sequence[tuple[Piece, Padding]], most: int, witnessed: Witnessed) -> bool:
+        """Check what has not been tried; whether anything more may be trimmed now.
+
+        Raises:
+            LossNotAdditiveError: The loss is divided by the padded length.
+        """
+        self._batches += 1
+        if self._batches < self._next:
+            return False
+        self._next = 2 * self._batches
+        before = len(self._knife.trims.allowed)
+        for piece, padding in untried:
+            if self._knife.trims.asked(padding.kind):
+                continue
+            sample = trimmed_sample(piece, padding, min(most, MOST_EXAMPLES), self._knife, self._shifted)
+            holds = None if sample is None else self._holds(sample, padding, witnessed)
+            if holds is not None:
+                (self._knife.trims.allowed if holds else self._knife.trims.refused).add(padding.kind)
+                self._next = self._batches + 1
+        return len(self._knife.trims.allowed) > before
+
+    def _holds(self, sample: Sample, padding: Padding, witnessed: Witnessed) -> bool | None:
+        """None where the sample cannot tell."""
+        try:
+            evidence, witness = witnessed(sample)
+            if not evidence.conclusive or evidence.blank:
+                return None
+            if judge(evidence).holds:
+                return True
+            noisy = (witness.disturbed(sample, evidence.bits), witness.again(sample, OTHER_SEED))
+            if judge(replace(evidence, noisy=noisy)).holds:
+                return True
+            kept, _ = witnessed(replace(sample, collated=()))
+        except Exception as error:  # noqa: BLE001  a model of one fixed length
+            return None if is_out_of_memory(error) else False
+        if not judge(kept).holds:
+            return False  # that is the count's business, not that of the padding
+        if _follows_the_width(evidence, sample, padding):
+            raise LossNotAdditiveError(_divided_by_the_width(padding))
+        warnings.warn(_kept(padding), PaddingKeptWarning, stacklevel=6)
+        return False
+
+
+def _follows_the_width(evidence: Evidence, sample: Sample, padding: Padding) -> bool:
+    """Whether losses and gradients agree once each is multiplied by how much narrower its micro-batch is."""
+    widths = [len(range(padding.width)[padding.columns(rows)]) / padding.width for rows in sample.rows]
+    if max(widths) > 1 - AGREE:
+        return False
+    union, parts = evidence.union, list(zip(evidence.pieces, widths, strict=True))
+    losses = [
+        abs(sum(piece.losses[name] * width for piece, width in parts) - loss) <= AGREE * abs(loss)
+        for name, loss in union.losses.items()
+    ]
+    gradient = sum(piece.gradient * width for piece, width in parts)
+    error = float((gradient - union.gradient).norm())
+    return all(losses) and error <= AGREE * float(union.gradient.norm())
+
+
+def _divided_by_the_width(padding: Padding) -> str:
+    return (
+        f"the loss is divided by the padded length: with the padding of this batch ({padding.width} columns) left out "
+        "of a micro-batch, it grows by as much as the micro-batch is narrower. So it depends on the longest example "
+        "that an example happens to be batched with. Divide by what the mask leaves in, (l * mask).sum() / mask.sum(), "
+        "or return wb.LossSum((l * mask).sum(), mask.sum()); or keep the padding, with regroup=False. .grad is as it "
+        "was."
+    )
+
+
+def _kept(padding: Padding) -> str:
+    return (
+        f"micro-batches keep the {padding.kind}: with it left out, the loss or its gradient is another. The model sees "
+        "the padding, or numbers positions from the edge of the batch. The result is exact; it takes longer than it "
+        "need. Way out: give the model the mask, or position_ids; or pass a list of unpadded examples and a "
+        "collate_fn. With regroup=False nothing is tried."
+    )
