@@ -17,6 +17,7 @@ from wholebatch.errors import ConfigurationError, LossFormError, UnsupportedMode
 from wholebatch.evaluation import Evaluator, batches_of
 from wholebatch.facts import BatchLayout, EvaluationReport, Number, StepReport
 from wholebatch.first_batch import FirstBatch
+from wholebatch.gradients.embeddings import EmbeddingRows
 from wholebatch.gradients.hooks import BendingHooks, ChangingHooks, hooks_on
 from wholebatch.gradients.in_progress import InProgress
 from wholebatch.gradients.precision import Fp32Sums, NoAutocast, Scaler, one_autocast, scale_of, share
@@ -184,18 +185,20 @@ class GradientAccumulator:
         started: float,
     ) -> StepReport:
         ran, totals, divisor = [], Totals(self._device), self._divisors.of(cut, self._first_batch.form)
-        sums = Fp32Sums(parameters if self._options.accumulate_in_fp32 else ())
+        fp32 = Fp32Sums(parameters if self._options.accumulate_in_fp32 else ())
+        rows = EmbeddingRows(self.model, wanted=len(cut.micro_batches) > 1)
         in_progress, hooks = InProgress(parameters), accumulation_hooks(parameters) | hooks_on(parameters)
         thorough = not hooks <= self._watched_hooks
         watched = parameters if thorough else ()
         untouched = parameters_untouched(aside, parameters, thorough)
-        with one_autocast(self._device), untouched, BendingHooks(watched), ChangingHooks(watched):
+        with one_autocast(self._device), untouched, BendingHooks(watched), ChangingHooks(watched), rows:
             outside_autocast = NoAutocast(self._device)
             for micro_batch, data in self._stream(cut):
                 loss = self._loss(self.model, data, micro_batch.counts, micro_batch.num_examples)
                 with in_progress, outside_autocast:
                     self._differentiate(loss, divisor, scale)
-                    sums.add()
+                    fp32.add()
+                    rows.add()
                 totals.add(loss)
                 ran.append(micro_batch)
                 del data, loss  # before the next but one moves to the device
@@ -207,8 +210,10 @@ class GradientAccumulator:
         if verdict.should_step:
             if divisor.provisional:
                 aside.multiply(divisor.correction)
-                sums.multiply(divisor.correction)
-            sums.finish()
+                fp32.multiply(divisor.correction)
+                rows.multiply(divisor.correction)
+            fp32.finish()
+            rows.finish()
         return report
 
     def _stream(self, cut: CutBatch) -> Iterator[tuple[MicroBatch, Any]]:

@@ -39,9 +39,7 @@ def cheapest(lengths: Sequence[int], cost: Cost, most: Callable[[int], int]) -> 
     for j, length in enumerate(reversed(lengths), 1):
         room = max(1, most(length))
         best.append(
-            min(
-                best[i] + cost.per_micro_batch + (j - i) * cost.per_example(length) for i in range(max(0, j - room), j)
-            )
+            min(best[i] + cost.per_micro_batch + (j - i) * cost.per_example(length) for i in range(max(0, j - room), j))
         )
     return best[-1]
 

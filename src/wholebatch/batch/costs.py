@@ -3,8 +3,10 @@
 Measurements in, figures out; the least squares are torch's. Nothing here touches a device.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
@@ -33,6 +35,18 @@ class Cost:
         """What each example of a micro-batch of this padded length adds."""
         return length * (self.per_token + self.per_token_squared * length)
 
+    def of(self, timing: "Timing") -> float:
+        """What a micro-batch of these tokens and this length costs."""
+        each = self.per_token + self.per_token_squared * timing.length
+        return self.per_micro_batch + timing.tokens * each
+
+    def of_cut(self, sizes: Sequence[int], lengths: Sequence[int]) -> float:
+        """What a batch cut like this costs; `lengths` longest first."""
+        starts = accumulate(sizes, initial=0)
+        return sum(
+            self.per_micro_batch + size * self.per_example(lengths[at]) for size, at in zip(sizes, starts, strict=False)
+        )
+
     def work(self, tokens: float, length: float) -> float:
         """Tokens, with attention counted as the tokens that take as long."""
         return tokens * (1.0 + min(self.per_token_squared / self.per_token, MOST_ATTENTION) * length)
@@ -52,20 +66,37 @@ class Timing:
 
 
 def fitted(timings: Sequence[Timing], default: Cost) -> Cost:
-    """The cost with the smallest squared relative error over `timings`; its shape is `default` where they are too few.
+    """The cost with the smallest squared relative error over the faster half of `timings` of each size.
 
-    No term is negative, and only terms that the measurements speak of are used.
+    The faster half, because other work on the machine only ever slows a micro-batch down. No term is negative, only
+    terms that the measurements speak of are used, and a micro-batch costs at least half as much beside its tokens as
+    by `default`. Where there are too few of them, the shape is that of `default`.
     """
-    fastest: dict[tuple[float, float], Timing] = {}
-    for timing in timings:  # other work on the machine only ever slows one down
-        key = (timing.tokens, timing.length)
-        fastest[key] = min(timing, fastest.get(key, timing), key=lambda one: one.seconds)
-    kept = list(fastest.values())
-    if len(kept) < 2:
-        return _scaled(default, kept)
-    best, error = _scaled(default, kept), float("inf")
+    found, kept = default, list(timings)
+    for _ in range(3):
+        found = _fitted(kept, default)
+        kept = _faster_half(timings, found)
+    least = found.per_token * default.per_micro_batch / default.per_token / 2
+    return replace(found, per_micro_batch=max(found.per_micro_batch, least))
+
+
+def _faster_half(timings: Sequence[Timing], cost: Cost) -> list[Timing]:
+    by_size: dict[int, list[Timing]] = defaultdict(list)
+    for timing in timings:
+        by_size[int(timing.tokens - 1).bit_length()].append(timing)
+    kept = []
+    for alike in by_size.values():
+        alike.sort(key=lambda one: one.seconds / cost.of(one))
+        kept += alike[: (len(alike) + 1) // 2]
+    return kept
+
+
+def _fitted(timings: Sequence[Timing], default: Cost) -> Cost:
+    if len(timings) < 2:
+        return _scaled(default, timings)
+    best, error = _scaled(default, timings), float("inf")
     for columns in ((1,), (0, 1), (1, 2), (0, 1, 2)):
-        found, its_error = _least_squares(kept, columns)
+        found, its_error = _least_squares(timings, columns)
         if found is not None and its_error < WORTH_A_TERM * error:
             best, error = found, its_error
     return best
@@ -73,12 +104,7 @@ def fitted(timings: Sequence[Timing], default: Cost) -> Cost:
 
 def _scaled(default: Cost, timings: Sequence[Timing]) -> Cost:
     """`default`, in the seconds of the fastest timing."""
-    speeds = [
-        one.seconds
-        / (default.per_micro_batch + one.tokens * (default.per_token + default.per_token_squared * one.length))
-        for one in timings
-    ]
-    factor = min(speeds, default=1.0)
+    factor = min((one.seconds / default.of(one) for one in timings), default=1.0)
     return Cost(default.per_micro_batch * factor, default.per_token * factor, default.per_token_squared * factor)
 
 

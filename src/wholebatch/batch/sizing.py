@@ -146,6 +146,7 @@ class SizeSearch:
 
     _rates: dict[int, float] = field(default_factory=dict)
     _fit: Cost = CPU_COST
+    _refined: bool = True
     _capped_at: int = 0
     """Where the search ended because batches were too small for the next size: the largest such batch; else 0."""
 
@@ -176,6 +177,8 @@ class SizeSearch:
             self._choose()
             self._capped_at = 2 * max(self._timings) - 1
         if self.choice is not None:
+            if not self._refined and lengths[0] != lengths[-1]:
+                self._refine(lengths)
             return partition(lengths, self.cost, lambda length: self.limit(length) or 1)
         return self._trials(lengths)
 
@@ -217,7 +220,8 @@ class SizeSearch:
                 del self._timings[level]
             return  # a rest, a part of what turned out too large, or measured often enough
         measured.append(Timing(tokens, tokens / size, max(seconds, 1e-9)))
-        self._rates, self._fit = self._measured()
+        if len(measured) >= REPEATS:
+            self._rates, self._fit = self._measured()
         if self._over():
             self._choose()
 
@@ -234,13 +238,26 @@ class SizeSearch:
         rates = {
             level: max(cost.work(one.tokens, one.length) / one.seconds for one in measured)
             for level, measured in self._timings.items()
+            if len(measured) >= REPEATS
         }
         return rates, cost
 
     def _choose(self) -> None:
         best = max(self._rates.values())
         self.choice = min(level for level, rate in self._rates.items() if rate >= (1 - TOLERANCE) * best)
-        self.cost = self._fit
+        self.cost, self._refined = self._fit, False
+
+    def _refine(self, lengths: Sequence[int]) -> None:
+        """Unequal lengths gain less from large micro-batches: the smallest that is predicted to be as fast as these."""
+        predicted = {}
+        for level in sorted(level for level in self._rates if level <= (self.choice or level)):
+            sizes = partition(lengths, self.cost, lambda length, level=level: max(1, level // length))  # type: ignore[misc]
+            predicted[level] = self.cost.of_cut(sizes, lengths)
+        fastest = min(predicted.values(), default=0.0)
+        self.choice = min(
+            (t for t, seconds in predicted.items() if seconds <= (1 + TOLERANCE) * fastest), default=self.choice
+        )
+        self._refined = True
 
     def _complete(self) -> bool:
         """Whether every size tried so far has been measured often enough."""
