@@ -94,7 +94,8 @@ def test_loss_and_gradient_are_those_of_one_pass(
         report = accumulator.backward(tokenizer.pad(examples, return_tensors="pt"))
     loss, gradients = right
     found = copied_gradients(model)
-    assert report.micro_batch_sizes == (8,) * 8
+    assert sum(report.micro_batch_sizes) == 64
+    assert max(report.micro_batch_sizes) == 8
     assert report.count == BATCH_SIZE
     assert report.loss.item() == pytest.approx(loss, abs=1e-4)
     assert norm(found) == pytest.approx(norm(gradients), rel=1e-5)

@@ -11,6 +11,9 @@ from torch import nn
 
 from verification import accepted, in_precision, refusal, suggestion
 
+# A span is chosen among all positions, padding included: BERT for questions sees it, and keeps it.
+pytestmark = pytest.mark.filterwarnings("ignore::wholebatch.errors.PaddingKeptWarning")
+
 ROWS, LENGTH, VOCABULARY, CLASSES, IGNORED = 6, 10, 31, 3, -100
 BERT = {
     "vocab_size": VOCABULARY,
