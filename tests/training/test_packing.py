@@ -1,6 +1,7 @@
 """Documents end to end in full contexts: what is predicted, what sees what, and how a run of them goes on."""
 
 import io
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,9 @@ def batch_of(examples: list[Example], **given: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("context_length", LENGTHS)
 def test_contexts_are_full_and_hold_the_documents_in_order(context_length: int) -> None:
     examples = list(contexts(pieces(context_length), context_length))
-    assert [one.ids.tolist() for one in examples] == [sum(context, []) for context in by_hand(context_length)]
+    assert [one.ids.tolist() for one in examples] == [
+        list(itertools.chain(*context)) for context in by_hand(context_length)
+    ]
     assert {len(one.ids) for one in examples[:-1]} <= {context_length}
     assert all(len(one.ids) >= 2 for one in examples)
 
@@ -130,7 +133,7 @@ def test_only_what_is_learned_from_is_packed() -> None:
 
 
 def test_the_unigram_entropy_is_over_what_is_predicted() -> None:
-    """From the labels of the packed contexts: the entropy asks for all tokens but the first, so each gets one before."""
+    """From the labels of the packed contexts; a token before them, as the first is none to predict."""
     corpus = packed(corpus_of(), "apart")
     labels = corpus.objective.collate([Drawn(one, 0) for one in corpus.train])["labels"][:, 1:]
     seen = labels[labels != NO_LABEL]
@@ -175,7 +178,7 @@ def gradients(model: nn.Module) -> Tensor:
 
 
 def piece_by_piece(model: nn.Module, found: list[list[list[int]]]) -> tuple[float, Tensor]:
-    """Mean loss and gradient over all predicted tokens, each piece of a document passed by itself, without positions."""
+    """Mean loss and gradient over all predicted tokens, each piece of a document by itself, without positions."""
     model.zero_grad()
     total, count = torch.zeros((), dtype=torch.float64), 0
     for piece in (torch.tensor(piece) for context in found for piece in context if len(piece) > 1):
@@ -352,9 +355,7 @@ def test_documents_that_see_each_other_are_named(small: dict[str, Any], tmp_path
     assert auto.packing.startswith("no")
 
 
-def test_a_run_goes_on_packed_as_it_was(
-    small: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_goes_on_packed_as_it_was(small: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(**small, max_steps=2)
     with pytest.raises(ConfigurationError, match=r"cannot change packing \(on there, off now\)"):
         went_on(tmp_path / "run", packing="off")

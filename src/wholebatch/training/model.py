@@ -190,8 +190,8 @@ def _sees_the_past_only(model: nn.Module) -> bool:
 def keeps_documents_apart(model: nn.Module) -> bool:
     """Whether documents in one context, where positions begin anew with each, are to the model what they are alone.
 
-    Found by trying. Whatever stands in a first document, the predictions in the second are the same to the last bit, and
-    up to rounding those of the second alone. A model in which no token sees another would pass, and proves nothing.
+    Found by trying: whatever stands in the first document, the predictions in the second are the same to the last bit,
+    and up to rounding those of the second alone. A model in which no token sees another would pass, and proves nothing.
     """
     size: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     device = next(model.parameters()).device
@@ -206,7 +206,9 @@ def keeps_documents_apart(model: nn.Module) -> bool:
                 model(input_ids=row, position_ids=places, use_cache=False).logits
                 for row in (ids, others, others.scatter(1, ends, ids.gather(1, ends)))
             )
-            alone = torch.cat([model(input_ids=row[kept][None]).logits[0] for row, kept in zip(ids, second, strict=True)])
+            alone = torch.cat(
+                [model(input_ids=row[kept][None]).logits[0] for row, kept in zip(ids, second, strict=True)]
+            )
     except (TypeError, ValueError, LookupError, RuntimeError):  # it does not know such an argument, or not in this form
         return False
     seen = all(not torch.equal(a[end], b[end]) for a, b, end in zip(one, same_end, ends[:, 0].tolist(), strict=True))

@@ -91,14 +91,13 @@ class CausalLM:
             yield Example(torch.tensor(ids[first : first + self.context_length]), starts=() if first else (0,))
 
     def collate(self, drawn: Sequence[Drawn]) -> Batch:
-        """Pad to the longest: `input_ids`, `labels` and, where documents are kept apart, `position_ids`; each
-        (examples, longest).
+        """Pad to the longest: `input_ids`, `labels` and, where documents are kept apart, `position_ids`.
 
-        No attention mask is needed: a causal model sees only what lies before, the padding lies behind, and the labels
-        there are -100, as are those of the first tokens of documents.
+        Each is (examples, longest). No attention mask is needed: a causal model sees only what lies before, the padding
+        lies behind, and the labels there are -100, as are those of the first tokens of documents.
         """
         examples = [one.example for one in drawn]
-        batch = {"input_ids": _padded([one.ids for one in examples], 0), "labels": _labels(examples)}
+        batch: Batch = {"input_ids": _padded([one.ids for one in examples], 0), "labels": _labels(examples)}
         if self.packing == "apart":  # with a cache, transformers does not look at where positions begin anew
             batch |= {"position_ids": _positions(examples), "use_cache": False}
         return batch

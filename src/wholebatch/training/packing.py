@@ -9,6 +9,7 @@ import torch
 from wholebatch.training.data import Corpus
 from wholebatch.training.objectives import CausalLM, Example, Packing
 
+
 def packed(corpus: Corpus, packing: Packing) -> Corpus:
     """The same corpus with its training examples packed; what is held out stays as it is, document by document."""
     objective = corpus.objective
