@@ -351,8 +351,35 @@ def test_documents_that_see_each_other_are_named(small: dict[str, Any], tmp_path
     assert report.packing == words
     assert words in (tmp_path / "run" / "report.md").read_text()
     assert f"packed: {words}\n" in went_on(tmp_path / "run", max_steps=3)[1]
-    auto, _ = trained(**small | {"dropout": 0.0, "packing": "auto", "output_dir": tmp_path / "auto"}, max_steps=2)
-    assert auto.packing.startswith("no")
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "apart", "expected"),
+    [
+        ({}, "cuda", True, "apart"),
+        ({}, "cuda", False, "off"),
+        ({}, "cpu", True, "off"),
+        ({"packing": "on"}, "cpu", True, "apart"),
+        ({"packing": "on"}, "cuda", False, "across"),
+        ({"packing": "off"}, "cuda", True, "off"),
+        ({"objective": "masked-lm"}, "cuda", True, "off"),
+    ],
+)
+def test_auto_packs_on_a_gpu_where_documents_are_kept_apart(
+    given: dict[str, Any], device: str, apart: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipe, "keeps_documents_apart", lambda model: apart)
+    assert recipe._packing(TrainingSettings(**given), nn.Identity(), torch.device(device), None) == expected
+
+
+def test_a_run_begun_on_a_gpu_stays_packed_on_a_cpu(small: dict[str, Any], tmp_path: Path) -> None:
+    """What `auto` came to is part of the run."""
+    with pytest.MonkeyPatch.context() as patch:
+        decide = recipe._packing
+        patch.setattr(recipe, "_packing", lambda given, model, device, _: decide(given, model, torch.device("cuda"), _))
+        first, _ = trained(**small | {"packing": "auto"}, max_steps=2)
+    assert first.packing.startswith("yes")
+    assert went_on(tmp_path / "run", max_steps=3)[0].packing == first.packing
 
 
 def test_a_run_goes_on_packed_as_it_was(small: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

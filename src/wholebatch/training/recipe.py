@@ -106,7 +106,7 @@ def _trained(
     resumed = None if resume is None else _resumed(folder, settings, console)
     corpus = _corpus(settings, folder, resumed)
     model = _model(settings, corpus, folder, resumed, console).to(device)
-    corpus = packed(corpus, _packing(settings, model, resumed))
+    corpus = packed(corpus, _packing(settings, model, device, resumed))
     training = _training(settings, corpus, model, device, budget, resumed, console)
     _record(settings, corpus, model, folder, anew=resumed is None)
     resumed_at = None if resumed is None else training.position.updates
@@ -207,7 +207,7 @@ def _model(
     return model
 
 
-def _packing(settings: TrainingSettings, model: nn.Module, resumed: Resumed | None) -> Packing:
+def _packing(settings: TrainingSettings, model: nn.Module, device: torch.device, resumed: Resumed | None) -> Packing:
     """How documents are laid into contexts; in a run that goes on, as they were.
 
     Raises:
@@ -218,6 +218,8 @@ def _packing(settings: TrainingSettings, model: nn.Module, resumed: Resumed | No
     if resumed is not None and resumed.state["packing"] != "apart":
         packing: Packing = resumed.state["packing"]
         return packing
+    if resumed is None and settings.packing == "auto" and device.type == "cpu":
+        return "off"  # pieces of one length at a time are as fast there in short contexts, and faster in long ones
     if keeps_documents_apart(model):
         return "apart"
     if resumed is not None:

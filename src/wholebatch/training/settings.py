@@ -48,7 +48,9 @@ class TrainingSettings:
     label_column: str = _option("label", "Data", "Column that holds the class, for classify.")
     context_length: int = _option(128, "Data", "Tokens of an example at most; longer documents are cut.")
     packing: Literal["auto", "on", "off"] = _option(
-        "auto", "Data", "causal-lm: lay documents end to end in full contexts; auto: where the model keeps them apart."
+        "auto",
+        "Data",
+        "causal-lm: documents end to end in full contexts; auto: on a GPU, where the model keeps them apart.",
     )
     validation_fraction: float = _option(
         0.1, "Data", "Part of the documents held out; which ones is decided by their content alone."
