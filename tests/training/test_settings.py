@@ -26,6 +26,7 @@ from wholebatch.training.settings import TrainingSettings
             {"streaming": True, "max_steps": 3, "data": ("x",), "schedule_unit": "tokens"},
             'streaming: .* schedule_unit="tokens" needs to know all of it',
         ),
+        ({"packing": "on", "objective": "classify"}, 'packing="on" with objective=\'classify\': .* use "off" or'),
         ({"context_length": 1}, "context_length=1: use a whole number from 2 up"),
         ({"validation_fraction": 0.0}, r"validation_fraction=0\.0: use a number above 0 to 0\.9"),
         ({"validation_fraction": 0.95}, r"validation_fraction=0\.95: use a number above 0 to 0\.9"),

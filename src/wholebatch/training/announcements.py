@@ -18,6 +18,13 @@ FEW_HELD_OUT = 10
 
 SHOWN_LABELS = 12
 
+PACKED = {
+    "off": "no: each document has contexts of its own",
+    "apart": "yes: several documents in a context, and none sees another",
+    "across": "yes, and the model cannot be told where documents begin: each sees those before it in its context",
+}
+"""By what `wholebatch.training.objectives.Packing` says."""
+
 
 def facts_of(training: Training, budget: int | None) -> dict[str, Any]:
     """What is known of the run before it starts."""
@@ -32,6 +39,7 @@ def facts_of(training: Training, budget: int | None) -> dict[str, Any]:
         "device": str(training.device),
         "num_threads": torch.get_num_threads(),
         "unit": training.corpus.objective.unit,
+        "packing": PACKED[training.corpus.objective.packing],
         "num_train_examples": None if known is None else len(known),
         "num_validation_examples": len(training.corpus.validation),
         "guess": training.corpus.guess,
@@ -53,6 +61,8 @@ def introduction(training: Training, facts: dict[str, Any]) -> str:
         f"{_text(settings, corpus)}: {_examples(facts['num_train_examples'])} of at most {settings.context_length} "
         f"tokens to train on, {facts['num_validation_examples']:,} held out",
     ]
+    if corpus.objective.packing != "off":
+        lines.append(f"packed: {facts['packing']}")
     if corpus.left_out:
         lines.append(f"left out: {listed(corpus.left_out)}")
     if facts["num_validation_examples"] < FEW_HELD_OUT:

@@ -274,6 +274,7 @@ class Training:
             "version": STATE_VERSION,
             "settings": self.settings.given(),
             "fingerprint": self.corpus.fingerprint,
+            "packing": self.corpus.objective.packing,
             "total_examples": self.course.total_examples,
             "position": dataclasses.asdict(self.position),
             "good": [dataclasses.asdict(one) for one in self._good],

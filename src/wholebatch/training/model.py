@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 from wholebatch.errors import ConfigurationError
 from wholebatch.training.objectives import Classify, Objective
 from wholebatch.training.settings import TrainingSettings
+from wholebatch.undisturbed import evaluation_mode
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "tiny": {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 6, "num_attention_heads": 4},
@@ -183,6 +184,36 @@ def _sees_the_past_only(model: nn.Module) -> bool:
     ids = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]]) % model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     one, other = model.eval()(input_ids=ids).logits[:, :-1]
     return torch.allclose(one, other, atol=1e-3 * float(one.abs().max()))
+
+
+@torch.no_grad()
+def keeps_documents_apart(model: nn.Module) -> bool:
+    """Whether documents in one context, where positions begin anew with each, are to the model what they are alone.
+
+    Found by trying: whatever stands in the first document, the predictions in the second are the same to the last bit,
+    and up to rounding those of the second alone. A model in which no token sees another would pass, and proves nothing.
+    """
+    size: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    device = next(model.parameters()).device
+    ids = (torch.arange(1, 15, device=device) % size).view(2, 7)
+    places = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 0, 1, 2]], device=device)
+    second = torch.stack([torch.arange(7) >= 3, torch.arange(7) >= 4]).to(device)
+    ends = torch.tensor([2, 3], device=device)[:, None]  # of the first documents
+    others = torch.where(second, ids, (ids + 20) % size)
+    try:
+        with evaluation_mode(model):
+            one, other, same_end = (
+                model(input_ids=row, position_ids=places, use_cache=False).logits
+                for row in (ids, others, others.scatter(1, ends, ids.gather(1, ends)))
+            )
+            alone = torch.cat(
+                [model(input_ids=row[kept][None]).logits[0] for row, kept in zip(ids, second, strict=True)]
+            )
+    except (TypeError, ValueError, LookupError, RuntimeError):  # it does not know such an argument, or not in this form
+        return False
+    seen = all(not torch.equal(a[end], b[end]) for a, b, end in zip(one, same_end, ends[:, 0].tolist(), strict=True))
+    unmoved = torch.equal(one[second], other[second]) and torch.equal(one[second], same_end[second])
+    return seen and unmoved and torch.allclose(one[second], alone, atol=1e-3 * float(alone.abs().max()))
 
 
 def _adapted(model: nn.Module, settings: TrainingSettings) -> nn.Module:

@@ -18,9 +18,14 @@ from wholebatch.errors import ConfigurationError
 from wholebatch.training.documents import Document
 from wholebatch.training.order import Drawn
 
-Batch: TypeAlias = dict[str, Tensor]
+Batch: TypeAlias = dict[str, Any]
+"""Tensors by name, and what is said of all examples alike."""
+
 Unit: TypeAlias = Literal["tokens", "examples"]
 LossFunction: TypeAlias = Callable[[nn.Module, Batch], Any]
+Packing: TypeAlias = Literal["off", "apart", "across"]
+"""How documents lie in contexts: each by itself; several, none of which sees another, as the model is told where they
+begin; or several, each of which sees those before it."""
 
 NO_LABEL = -100
 MASKED = 0.15
@@ -28,13 +33,16 @@ MASKED = 0.15
 
 
 class Example(NamedTuple):
-    """A piece of a document, as long as the context at most."""
+    """A piece of a document, or pieces of several one after another; as long as the context at most."""
 
     ids: Tensor
     """Token ids, int64."""
 
     label: int = NO_LABEL
     """Its class, where classes are learned."""
+
+    starts: tuple[int, ...] = (0,)
+    """Where documents begin. One that began in the example before goes on with its last token there, at 0."""
 
 
 class UnknownLabelError(Exception):
@@ -49,6 +57,9 @@ class CausalLM:
     context_length: int
     double: bool = False
     """Whether the model is in float64. Its own loss is then not: Hugging Face models compute that in float32."""
+
+    packing: Packing = "off"
+    """How the training examples were made of documents (`wholebatch.training.packing`)."""
 
     auto_class = "AutoModelForCausalLM"
     unit = "tokens"
@@ -77,16 +88,19 @@ class CausalLM:
         start = end if self.tokenizer.bos_token_id is None else self.tokenizer.bos_token_id
         ids = [start, *_encoded(self.tokenizer, document.text), end]
         for first in range(0, len(ids) - 1, self.context_length - 1):
-            yield Example(torch.tensor(ids[first : first + self.context_length]))
+            yield Example(torch.tensor(ids[first : first + self.context_length]), starts=() if first else (0,))
 
     def collate(self, drawn: Sequence[Drawn]) -> Batch:
-        """Pad to the longest: `input_ids` and `labels`, both (examples, longest).
+        """Pad to the longest: `input_ids`, `labels` and, where documents are kept apart, `position_ids`.
 
-        No attention mask is needed: a causal model sees only what lies before, the padding lies behind, and the labels
-        there are -100.
+        Each is (examples, longest). No attention mask is needed: a causal model sees only what lies before, the padding
+        lies behind, and the labels there are -100, as are those of the first tokens of documents.
         """
-        ids = [one.example.ids for one in drawn]
-        return {"input_ids": _padded(ids, 0), "labels": _padded(ids, NO_LABEL)}
+        examples = [one.example for one in drawn]
+        batch: Batch = {"input_ids": _padded([one.ids for one in examples], 0), "labels": _labels(examples)}
+        if self.packing == "apart":  # with a cache, transformers does not look at where positions begin anew
+            batch |= {"position_ids": _positions(examples), "use_cache": False}
+        return batch
 
 
 @dataclass(frozen=True)
@@ -100,6 +114,7 @@ class MaskedLM:
 
     auto_class = "AutoModelForMaskedLM"
     unit = "tokens"
+    packing: Packing = field(default="off", init=False)
 
     def __post_init__(self) -> None:
         if self.tokenizer.mask_token_id is None or self.tokenizer.pad_token_id is None:
@@ -166,6 +181,7 @@ class Classify:
 
     auto_class = "AutoModelForSequenceClassification"
     unit = "examples"
+    packing: Packing = field(default="off", init=False)
     count: Unit | None = "examples"
     _numbers: Mapping[str, int] = field(init=False, repr=False)
 
@@ -211,7 +227,7 @@ Objective: TypeAlias = CausalLM | MaskedLM | Classify
 
 def next_token_loss(model: nn.Module, batch: Batch) -> wb.LossSum:
     """The sum of the cross-entropies of all labels but the first of each row, in the model's own dtype."""
-    logits = model(input_ids=batch["input_ids"]).logits[:, :-1].flatten(0, 1)
+    logits = model(**_inputs(batch)).logits[:, :-1].flatten(0, 1)
     labels = batch["labels"][:, 1:].flatten()
     return wb.LossSum(cross_entropy(logits, labels, reduction="sum"), (labels != NO_LABEL).sum())
 
@@ -225,8 +241,8 @@ def masked_token_loss(model: nn.Module, batch: Batch) -> wb.LossSum:
 
 def class_loss(model: nn.Module, batch: Batch) -> wb.LossSum:
     """The sum of the cross-entropies of a micro-batch, its number of examples, and how many were told right."""
-    inputs, labels = {name: field for name, field in batch.items() if name != "labels"}, batch["labels"]
-    logits = model(**inputs).logits
+    labels = batch["labels"]
+    logits = model(**_inputs(batch)).logits
     logits = logits if logits.dtype == torch.float64 else logits.float()
     right = (logits.argmax(dim=-1) == labels).sum()
     return wb.LossSum(
@@ -237,6 +253,31 @@ def class_loss(model: nn.Module, batch: Batch) -> wb.LossSum:
 def _encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     return ids
+
+
+def _inputs(batch: Batch) -> dict[str, Any]:
+    return {name: field for name, field in batch.items() if name != "labels"}
+
+
+def _labels(examples: Sequence[Example]) -> Tensor:
+    """The tokens themselves, but for the first of each document that begins within an example.
+
+    The first token of an example is no label after the shift, whatever stands there.
+    """
+    labels = _padded([one.ids for one in examples], NO_LABEL)
+    for row, example in zip(labels, examples, strict=True):
+        row[[start for start in example.starts if start]] = NO_LABEL
+    return labels
+
+
+def _positions(examples: Sequence[Example]) -> Tensor:
+    """0, 1, 2, ... from the beginning of each piece of a document; padding is counted on."""
+    places = torch.arange(max(len(one.ids) for one in examples))
+    positions = places.repeat(len(examples), 1)
+    for row, example in zip(positions, examples, strict=True):
+        for start in example.starts:
+            row[start:] = places[: len(row) - start]
+    return positions
 
 
 def _padded(rows: Sequence[Tensor], value: int) -> Tensor:

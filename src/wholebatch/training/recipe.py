@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from rich.console import Console
 from torch import nn
 
@@ -27,19 +28,22 @@ from wholebatch.training.model import (
     PRESETS,
     adamw,
     build_model,
+    keeps_documents_apart,
     kept_tokenizer,
     learning_rate,
     own_tokenizer,
     rebuilt_model,
     save_model,
 )
+from wholebatch.training.objectives import Packing
 from wholebatch.training.order import InOrder, Position, Shuffled, Source
+from wholebatch.training.packing import packed
 from wholebatch.training.progress import TrainingProgress
 from wholebatch.training.run_folder import locked, new_run_folder
 from wholebatch.training.run_log import RunLog
 from wholebatch.training.run_report import RunReport, measured
 from wholebatch.training.schedule import Schedule
-from wholebatch.training.settings import OPTIONS, SETTINGS_FILE, TrainingSettings, recorded, typed
+from wholebatch.training.settings import BEFORE_RECORDED, OPTIONS, SETTINGS_FILE, TrainingSettings, recorded, typed
 from wholebatch.training.stopping import StopRequest
 
 ORIGIN = "origin"
@@ -47,7 +51,7 @@ ORIGIN = "origin"
 
 FIXED = (
     "objective", "model", "lora", "vocabulary_size", "dtype", "seed", "streaming",
-    "documents", "text_column", "label_column", "context_length", "validation_fraction",
+    "documents", "text_column", "label_column", "context_length", "packing", "validation_fraction",
 )  # fmt: skip
 """What a run that is resumed cannot change: it would not be the same model, or not the same examples."""
 
@@ -102,6 +106,7 @@ def _trained(
     resumed = None if resume is None else _resumed(folder, settings, console)
     corpus = _corpus(settings, folder, resumed)
     model = _model(settings, corpus, folder, resumed, console).to(device)
+    corpus = packed(corpus, _packing(settings, model, device, resumed))
     training = _training(settings, corpus, model, device, budget, resumed, console)
     _record(settings, corpus, model, folder, anew=resumed is None)
     resumed_at = None if resumed is None else training.position.updates
@@ -150,7 +155,8 @@ def _resumed(folder: Path, settings: TrainingSettings, console: Console) -> Resu
         raise ConfigurationError(
             f"{newest} is of version {state['version']}, which version {STATE_VERSION} cannot read"
         )
-    before = TrainingSettings(**{name: typed(name, value, str(newest)) for name, value in state["settings"].items()})
+    given = BEFORE_RECORDED | state["settings"]
+    before = TrainingSettings(**{name: typed(name, value, str(newest)) for name, value in given.items()})
     resumed = Resumed(newest, state, before)
     changed = {name: (getattr(before, name), getattr(settings, name)) for name in OPTIONS if name != "output_dir"}
     changed = {name: pair for name, pair in changed.items() if pair[0] != pair[1]}
@@ -199,6 +205,29 @@ def _model(
     model = rebuilt_model(settings, corpus.objective, folder / ORIGIN)
     checkpoint.load_model(resumed.checkpoint, model)
     return model
+
+
+def _packing(settings: TrainingSettings, model: nn.Module, device: torch.device, resumed: Resumed | None) -> Packing:
+    """How documents are laid into contexts; in a run that goes on, as they were.
+
+    Raises:
+        ConfigurationError: They were kept apart, and this transformers does not do so.
+    """
+    if settings.packing == "off" or settings.objective != "causal-lm":
+        return "off"
+    if resumed is not None and resumed.state["packing"] != "apart":
+        packing: Packing = resumed.state["packing"]
+        return packing
+    if resumed is None and settings.packing == "auto" and device.type == "cpu":
+        return "off"  # pieces of one length at a time are as fast there in short contexts, and faster in long ones
+    if keeps_documents_apart(model):
+        return "apart"
+    if resumed is not None:
+        raise ConfigurationError(
+            f"resume={str(settings.output_dir)!r}: the documents in a context were kept apart, and with transformers "
+            f"{transformers.__version__} {type(model).__name__} does not do so; use the version of before (report.md)"
+        )
+    return "across" if settings.packing == "on" else "off"
 
 
 def _record(settings: TrainingSettings, corpus: Corpus, model: nn.Module, folder: Path, anew: bool) -> None:

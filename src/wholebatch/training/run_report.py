@@ -87,6 +87,9 @@ class RunReport:
     num_threads: int
     """Threads of torch on the CPU."""
 
+    packing: str
+    """How documents lie in the training examples, in words."""
+
     num_train_examples: int | None
     """Examples of one epoch; None where that is not known."""
 
@@ -175,6 +178,7 @@ class RunReport:
             "last batch": arithmetic(updates.micro_batch_sizes),
             "batches": f"{updates.batches:,}, {updates.skipped_batches:,} of them skipped",
             "examples": f"{number(self.num_train_examples)} to train on, {self.num_validation_examples:,} held out",
+            "packing": self.packing,
             "documents left out": listed(self.left_out) or "none",
             "tokens": f"{updates.num_tokens:,} read, {updates.tokens_per_second:,.0f} per second",
             "peak memory": mebibytes(updates.peak_memory_bytes),

@@ -21,6 +21,9 @@ SETTINGS_FILE = "run.toml"
 DEFAULT_STEPS = 150
 """Updates where neither `max_steps` nor `epochs` is set."""
 
+BEFORE_RECORDED = {"packing": "off"}
+"""How runs were before they recorded it."""
+
 
 def _option(default: Any, group: str, text: str) -> Any:
     return field(default=default, metadata={"group": group, "help": text})
@@ -44,6 +47,11 @@ class TrainingSettings:
     text_column: str = _option("text", "Data", "Column of .jsonl and .parquet that holds the text.")
     label_column: str = _option("label", "Data", "Column that holds the class, for classify.")
     context_length: int = _option(128, "Data", "Tokens of an example at most; longer documents are cut.")
+    packing: Literal["auto", "on", "off"] = _option(
+        "auto",
+        "Data",
+        "causal-lm: documents end to end in full contexts; auto: on a GPU, where the model keeps them apart.",
+    )
     validation_fraction: float = _option(
         0.1, "Data", "Part of the documents held out; which ones is decided by their content alone."
     )
@@ -139,6 +147,11 @@ class TrainingSettings:
         if self.streaming and (not self.data or self.schedule_unit == "tokens"):
             what = 'schedule_unit="tokens" needs to know all of it' if self.data else "name the files with data"
             raise ConfigurationError(f"streaming: the data is read from files as the run goes on; {what}")
+        if self.packing == "on" and self.objective != "causal-lm":
+            raise ConfigurationError(
+                f'packing="on" with objective={self.objective!r}: only texts for causal-lm can be laid end to end; use '
+                '"off" or "auto"'
+            )
 
     def _at_least(self, name: str, low: int) -> None:
         value = getattr(self, name)
@@ -202,7 +215,8 @@ def recorded(run: Path) -> dict[str, Any]:
     """
     if not (run / SETTINGS_FILE).exists():
         raise ConfigurationError(f"resume={str(run)!r}: no run there ({SETTINGS_FILE} is missing)")
-    return {name: value for name, value in read_toml(run / SETTINGS_FILE).items() if name != "output_dir"}
+    given = BEFORE_RECORDED | read_toml(run / SETTINGS_FILE)
+    return {name: value for name, value in given.items() if name != "output_dir"}
 
 
 def read_toml(file: Path) -> dict[str, Any]:
