@@ -38,21 +38,23 @@ check: $(VENV)/.dev  ## lint, format, types, and the layers that imports may cro
 smoke: $(LOWEST_VENV)/.lowest  ## run the tests marked smoke on the lowest torch that is claimed
 	$(LOWEST_VENV)/bin/python -m pytest -m smoke $(ARGS) $$(grep -rl --include='test_*.py' 'mark\.smoke' tests)
 
-bench: $(VENV)/.test  ## measure what wholebatch costs over a loop written by hand
-	$(VENV)/bin/python benchmarks/overhead.py $(ARGS)
+bench: $(VENV)/.bench  ## measure wholebatch against a loop written by hand and against its peers (ARGS: of peers.py)
+	$(VENV)/bin/python benchmarks/overhead.py
+	$(VENV)/bin/python benchmarks/peers.py $(ARGS)
 
 clean:  ## remove the virtual environments and caches; what was trained stays
 	rm -rf $(VENV) $(LOWEST_VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # The stamps: a second call installs nothing until the requirements change.
-$(VENV)/.train $(VENV)/.test $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/pip
+$(VENV)/.train $(VENV)/.test $(VENV)/.dev $(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	@echo "Installing wholebatch into $(VENV) (torch alone may be a download of gigabytes) ..."
 	@$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 $(VENV)/.train: EXTRAS := train
 $(VENV)/.test: EXTRAS := train,test
 $(VENV)/.dev: EXTRAS := train,dev
+$(VENV)/.bench: EXTRAS := train,test,bench
 
 $(LOWEST_VENV)/.lowest: pyproject.toml constraints.txt Makefile | $(LOWEST_VENV)/bin/pip
 	@echo "Installing wholebatch into $(LOWEST_VENV) with torch $(LOWEST_TORCH) ..."
