@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from wholebatch.batch.containers import tensors
+from wholebatch.batch.flattened import FlatPiece, flattened
 from wholebatch.batch.layout import BatchPieces, Piece
 from wholebatch.batch.lengths import PaddedLengths, example_length, holds_tokens, padded_units
 from wholebatch.batch.sizing import Sizing
@@ -26,7 +27,7 @@ CollateFunction = Callable[[list[Any]], Any]
 class MicroBatch:
     """Rows of one piece of a batch, on the host, with their counts."""
 
-    piece: Piece
+    piece: Piece | FlatPiece
     rows: Sequence[int]
     places: Sequence[int]
     """The position in the batch of each of the piece's rows."""
@@ -259,14 +260,18 @@ class Knife:
             places = order[start : start + size]
             piece = self._piece(collate_fn, [batch[place] for place in places], places)
             tokens, longest = padded_units(piece.whole), max(own[place] for place in places)
-            self.padded.learn(longest, -(-tokens // size))
+            if isinstance(piece, Piece):
+                self.padded.learn(longest, -(-tokens // size))
             parts.append(MicroBatch(piece, range(size), places, start, lengths[places[0]], tokens))
             real = _plus(real, piece, [own[place] for place in places] if holds_tokens(batch[places[0]]) else None)
             start += size
         return parts, real
 
-    def _piece(self, collate_fn: CollateFunction, examples: list[Any], places: Sequence[int]) -> Piece:
-        piece = Piece(collate_fn(examples), self.layout)
+    def _piece(self, collate_fn: CollateFunction, examples: list[Any], places: Sequence[int]) -> Piece | FlatPiece:
+        collated = collate_fn(examples)
+        if (flat := flattened(collated, len(examples))) is not None:
+            return flat
+        piece = Piece(collated, self.layout)
         if piece.num_examples != len(examples):
             shown = ", ".join(map(str, places[:8])) + ", ..." * (len(places) > 8)
             raise BatchLayoutError(
@@ -292,7 +297,7 @@ def by_length(lengths: Sequence[int]) -> Sequence[int]:
     return sorted(range(len(lengths)), key=lambda place: -lengths[place])
 
 
-def _plus(real: int | None, piece: Piece, own: Sequence[int] | None) -> int | None:
+def _plus(real: int | None, piece: Piece | FlatPiece, own: Sequence[int] | None) -> int | None:
     """`real` and the tokens of a piece that are no padding: by its attention mask, else by its examples' lengths."""
     if real is None:
         return None
@@ -300,6 +305,8 @@ def _plus(real: int | None, piece: Piece, own: Sequence[int] | None) -> int | No
         return real + masked
     if own is None:
         return None
+    if isinstance(piece, FlatPiece):
+        return real + padded_units(piece.whole)
     width = padded_units(piece.whole) // piece.num_examples
     return real + sum(min(length, width) for length in own)
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from wholebatch.batch.containers import leaves, map_tensors
+from wholebatch.batch.flattened import FlatPiece
 from wholebatch.batch.joining import join
 from wholebatch.batch.layout import Piece
 from wholebatch.batch.trimming import Padding, trimmed
@@ -130,7 +131,7 @@ def choose(
 
 def _largest(cut: CutBatch) -> tuple[Piece, Any]:
     """The piece with the most examples; where each has a single one, two that fit together are put into one."""
-    pieces = list({id(m.piece): m.piece for m in cut.micro_batches}.values())
+    pieces = [p for p in {id(m.piece): m.piece for m in cut.micro_batches}.values() if isinstance(p, Piece)]
     data = [piece.take(range(piece.num_examples)) for piece in pieces[:LOOKED_AT]]
     largest = max(pieces, key=lambda piece: piece.num_examples)
     if largest.num_examples == 1:
@@ -167,7 +168,9 @@ def trimmed_sample(piece: Piece, padding: Padding, most: int, knife: Knife, shif
     return Sample(piece.whole, knife.layout or BatchLayout(), parts, collated=(together, *cut))
 
 
-def _rows(piece: Piece, rows: Sequence[int], places: Sequence[int], knife: Knife, shifted: bool) -> list[_Row]:
+def _rows(
+    piece: Piece | FlatPiece, rows: Sequence[int], places: Sequence[int], knife: Knife, shifted: bool
+) -> list[_Row]:
     """These rows of `piece`, each under the name that it has in `places`."""
     counted = candidates(piece.take(list(rows)), len(rows), shifted)
     stated = as_numbers([knife.counter(piece.take(range(row, row + 1)), 1) for row in rows])

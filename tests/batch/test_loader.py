@@ -432,3 +432,24 @@ def test_pinned_batches_stay_pinned_when_put_together() -> None:
     [whole] = whole_batches([torch.arange(2).pin_memory(), torch.arange(2, 4).pin_memory()], 4)
     assert whole.is_pinned()
     assert [batch.tolist() for batch in moved_ahead([whole], torch.device("cuda"))] == [[0, 1, 2, 3]]
+
+
+def test_what_goes_to_a_gpu_is_pinned_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the copy is not waited for; what is pinned already, or goes elsewhere, is left as it is."""
+    pinned, sent = [], []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: any(tensor is one for one in pinned))
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda tensor, device, non_blocking=False: sent.append((str(device), non_blocking))
+    )
+    tensor = torch.ones(3)
+    list(moved_ahead([tensor], torch.device("cuda", 0)))
+    list(moved_ahead([tensor], torch.device("cuda", 0)))
+    list(moved_ahead([torch.ones(2)], torch.device("meta")))
+    assert len(pinned) == 1
+    assert sent == [("cuda:0", True), ("cuda:0", True), ("meta", False)]

@@ -163,5 +163,7 @@ def _moved(device: torch.device, micro_batch: T) -> T:
 def _tensor_moved(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device == device:
         return tensor
-    can_overlap = tensor.layout == torch.strided and not tensor.is_nested and tensor.is_pinned()
-    return tensor.to(device, non_blocking=can_overlap)
+    plain = tensor.layout == torch.strided and not tensor.is_nested
+    if plain and device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
+        tensor = tensor.pin_memory()  # a copy on the host, so that the one to the device is not waited for
+    return tensor.to(device, non_blocking=plain and tensor.is_pinned())
