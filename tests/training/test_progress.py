@@ -73,6 +73,13 @@ def test_the_arithmetic_is_shown_when_it_has_changed() -> None:
     ]
 
 
+def test_an_unequal_cut_is_shown_once() -> None:
+    """Of examples of unequal lengths each batch has another."""
+    cuts = [(1, 2, 2, 2, 7), (2, 4, 8), (4, 4, 6), (3, 4, 7), (3, 4, 7), (1, 2, 4, 7), (2, 5, 7), (1, 6, 7)]
+    lines = [line for line in shown(9, terminal=False, cuts=cuts).splitlines() if "example" in line]
+    assert lines == ["14 examples = 4 micro-batches of 1 to 7"]
+
+
 def test_skipped_batches_are_shown() -> None:
     out, totals = io.StringIO(), UpdateTotals()
     with TrainingProgress(Console(file=out, width=120), 2) as progress:

@@ -24,6 +24,7 @@ from wholebatch.training.run_report import (
         ((4, 3, 3), "10 examples = 1 micro-batch × 4 + 2 micro-batches × 3"),
         ((1,), "1 example = 1 micro-batch × 1"),
         ((512,) * 8, "4,096 examples = 8 micro-batches × 512"),
+        ((9, 1, 4, 4, 2), "20 examples = 5 micro-batches of 1 to 9"),
     ],
 )
 def test_batch_arithmetic(sizes: tuple[int, ...], text: str) -> None:

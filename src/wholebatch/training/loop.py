@@ -188,6 +188,7 @@ class Training:
             "examples_seen": self.position.examples,
             "gradient_accumulation_steps": report.gradient_accumulation_steps,
             "micro_batch_size": max(report.micro_batch_sizes),
+            "padded_tokens": report.padded_tokens,
             "seconds": report.seconds,
             "peak_memory_bytes": report.peak_memory_bytes,
             "skipped": report.reason if not report.should_step else None if math.isfinite(norm) else "gradient",

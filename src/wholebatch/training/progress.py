@@ -13,6 +13,9 @@ from wholebatch.training.run_report import UpdateTotals, arithmetic, duration, m
 LINES_ELSEWHERE = 20
 """Lines of progress where there is no terminal: enough to see a trend, few enough to read."""
 
+FIRST_UNEQUAL = 6
+"""The update from which on an unequal cut is told: measuring is over by then, as a rule."""
+
 LONGEST_SILENCE = 60.0
 """Seconds after which such a line comes all the same."""
 
@@ -58,7 +61,7 @@ class TrainingProgress:
 
     def show(self, totals: UpdateTotals) -> None:
         """Show where the run stands."""
-        self._show_arithmetic(totals.micro_batch_sizes)
+        self._show_arithmetic(totals.micro_batch_sizes, totals.batches)
         budget = "" if self._budget_bytes is None else f" of {mebibytes(self._budget_bytes)}"
         skipped = f"  {totals.skipped_batches:,} skipped" if totals.skipped_batches else ""
         facts = (
@@ -78,11 +81,16 @@ class TrainingProgress:
         self._console.print(line, soft_wrap=True, highlight=False, markup=False)
         self._last_line = time.monotonic()
 
-    def _show_arithmetic(self, sizes: tuple[int, ...]) -> None:
-        """Whenever the cut of a full batch has changed. While sizes are being measured, the parts are unequal."""
+    def _show_arithmetic(self, sizes: tuple[int, ...], batches: int) -> None:
+        """Whenever the cut of a full batch has changed; once where examples of unequal lengths are cut unequally.
+
+        While sizes are being measured, the parts are unequal as well.
+        """
         self._full = max(self._full, sum(sizes))
         shown = arithmetic(sizes)
-        if sum(sizes) == self._full and max(sizes) - min(sizes) <= 1 and shown != self._arithmetic:
+        even = max(sizes) - min(sizes) <= 1
+        told = even or (not self._arithmetic and batches >= self._done + FIRST_UNEQUAL)
+        if sum(sizes) == self._full and told and shown != self._arithmetic:
             self.say(shown)
             self._arithmetic = shown
 

@@ -11,6 +11,9 @@ from wholebatch.training.settings import TrainingSettings
 
 MIB = 2**20
 
+MOST_SIZES = 3
+"""Sizes of micro-batches that are told one by one."""
+
 
 @dataclass
 class UpdateTotals:
@@ -43,6 +46,9 @@ class UpdateTotals:
     num_tokens: int = 0
     """Tokens read in all of them, padding left out."""
 
+    padded_tokens: int = 0
+    """Tokens of their micro-batches, padding included."""
+
     def add(self, report: StepReport, seconds: float, num_tokens: int, applied: bool) -> None:
         """Add one batch; `seconds` is the time of its whole update."""
         self.batches += 1
@@ -53,6 +59,7 @@ class UpdateTotals:
         self.seconds += seconds
         self.loss = float(report.loss)
         self.micro_batch_sizes = report.micro_batch_sizes
+        self.padded_tokens += report.padded_tokens or 0
         known = [peak for peak in (self.peak_memory_bytes, report.peak_memory_bytes) if peak is not None]
         self.peak_memory_bytes = max(known, default=None)
 
@@ -180,7 +187,8 @@ class RunReport:
             "examples": f"{number(self.num_train_examples)} to train on, {self.num_validation_examples:,} held out",
             "packing": self.packing,
             "documents left out": listed(self.left_out) or "none",
-            "tokens": f"{updates.num_tokens:,} read, {updates.tokens_per_second:,.0f} per second",
+            "tokens": f"{updates.num_tokens:,} read, {updates.tokens_per_second:,.0f} per second; with padding "
+            f"{updates.padded_tokens / max(updates.num_tokens, 1):.2f} times as many",
             "peak memory": mebibytes(updates.peak_memory_bytes),
             "memory budget": f"{mebibytes(self.memory_budget_bytes)}: {verdict}",
             "time": f"{duration(updates.seconds)} for the updates, {duration(self.seconds)} in all",
@@ -191,9 +199,12 @@ class RunReport:
 
 
 def arithmetic(sizes: Sequence[int]) -> str:
-    """How a batch was cut: `64 examples = 16 micro-batches × 4`; unequal sizes are added up."""
+    """How a batch was cut: `64 examples = 16 micro-batches × 4`; of many unequal sizes, the extremes."""
+    total = f"{sum(sizes):,} example{'s' if sum(sizes) > 1 else ''}"
+    if len(set(sizes)) > MOST_SIZES:
+        return f"{total} = {len(sizes)} micro-batches of {min(sizes)} to {max(sizes)}"
     parts = (f"{number} micro-batch{'es' if number > 1 else ''} × {size}" for size, number in Counter(sizes).items())
-    return f"{sum(sizes):,} example{'s' if sum(sizes) > 1 else ''} = {' + '.join(parts)}"
+    return f"{total} = {' + '.join(parts)}"
 
 
 def measured(figures: Mapping[str, float], unit: str) -> str:
