@@ -46,12 +46,13 @@ class Totals:
         """Add one micro-batch's loss."""
         for name, term in loss.terms.items():
             self.differentiable |= term.value.requires_grad
-            self._values[name].append(term.value.detach())
+            self._values[name].append(term.value.detach().clone())
             self._weights[name].append(term.weight)
-            self._counts[name].append(term.count)
-            self._shown.append(term.shown)
+            self._counts[name].append(_kept(term.count))
+            self._shown.append(None if term.shown is None else term.shown.clone())
         for name, pair in loss.metrics.items():
-            self._metrics[name].append(_checked_pair(name, pair))
+            total, count = _checked_pair(name, pair)
+            self._metrics[name].append((_kept(total), _kept(count)))
 
     def read(self) -> Reading:
         """What the host has to know to judge the batch: one host sync."""
@@ -107,6 +108,11 @@ class Totals:
             parts = [torch.as_tensor(number, device=self._device).detach().reshape(()).to(dtype) for number in numbers]
             return torch.stack(parts)
         return torch.tensor(numbers, dtype=dtype, device=self._device)
+
+
+def _kept(number: Number) -> Number:
+    """A copy of a 0-d tensor: the next replay of a CUDA graph overwrites what the last one has put out."""
+    return number.detach().clone() if isinstance(number, torch.Tensor) else number
 
 
 def _checked_pair(name: str, pair: Any) -> tuple[Number, Number]:

@@ -111,3 +111,59 @@ def test_cg1_the_check_compiles_nothing(compiler: Compiler) -> None:
     model = torch.compile(small_model(), backend=compiler)
     rows = epochs(model, FORMS["mean"], compiler, [batch_of(8)], micro_batch_size=4)
     assert [compiles for _, compiles in rows] == [1] * 3
+
+
+class Replayed(torch.autograd.Function):
+    """Puts its result where the last one was, as the replay of a CUDA graph does."""
+
+    outputs: dict[str, torch.Tensor]
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, name: str) -> torch.Tensor:
+        kept = Replayed.outputs.setdefault(name, torch.empty_like(value))
+        kept.copy_(value)
+        return kept.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+@pytest.mark.parametrize("form", ["mean", "sum and count"])
+def test_cg3_outputs_are_kept_before_the_next_replay(form: str) -> None:
+    """Four micro-batches whose loss, count and metric lie in one place, each over the last: all are in the report."""
+    torch.manual_seed(0)
+    Replayed.outputs = {}
+    model, batch = small_model(), {"x": torch.randn(8, 3).double(), "y": torch.randn(8, 1).double()}
+
+    def replayed(model: nn.Module, batch: Batch) -> Any:
+        squares = (model(batch["x"]) - batch["y"]).square()
+        if form == "mean":
+            return Replayed.apply(squares.mean(), "loss")
+        count = Replayed.apply(torch.tensor(float(len(squares))), "count")
+        largest = Replayed.apply(squares.detach().sum(), "metric")
+        metrics = {"square": (largest, count)}
+        return wb.LossSum(Replayed.apply(squares.sum(), "sum"), count, metrics)
+
+    count = "examples" if form == "mean" else None
+    right = float(mean_square(model, batch).detach())
+    accumulator = wb.GradientAccumulator(model, replayed, count=count, micro_batch_size=2)
+    report = accumulator.backward(batch)
+    assert report.gradient_accumulation_steps == 4
+    assert float(report.loss) == pytest.approx(right, rel=1e-12)
+    assert all(float(value) == pytest.approx(right, rel=1e-12) for value in report.metrics.values())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_cg3_on_a_gpu() -> None:
+    """The same with the graphs that `torch.compile(mode="reduce-overhead")` makes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).cuda()
+    batch = {"x": torch.randn(8, 3), "y": torch.randn(8, 1)}
+    right = float(mean_square(model, {name: value.cuda() for name, value in batch.items()}).detach())
+    fast = torch.compile(mean_square, mode="reduce-overhead")
+    accumulator = wb.GradientAccumulator(model, fast, count="examples", micro_batch_size=2)
+    for _ in range(4):
+        report = accumulator.backward(batch)
+        model.zero_grad()
+        assert float(report.loss) == pytest.approx(right, rel=1e-4)

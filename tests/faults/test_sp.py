@@ -10,7 +10,10 @@ import torch
 import wholebatch as wb
 from lin import EXACT, Lin, accumulator, rows
 from wholebatch.batch.layout import Piece
+from wholebatch.batch.sizing import FixedSize
+from wholebatch.cut import Knife
 from wholebatch.errors import BatchLayoutError
+from wholebatch.loss.counting import Counter
 
 
 def parts(batch: Any, num_rows: int) -> list[Any]:
@@ -136,3 +139,53 @@ def test_sp5_jagged_rows_give_the_exact_gradient() -> None:
 def test_sp5_a_type_that_cannot_be_cut_is_named() -> None:
     with pytest.raises(BatchLayoutError, match=r"'inputs\.boxes' is a .*deque"):
         Piece({"x": torch.zeros(3), "inputs": {"boxes": collections.deque([1, 2, 3])}})
+
+
+# ---- Put in order of length and trimmed ----
+
+LENGTHS = [3, 9, 1, 7, 7, 2, 5, 12, 4, 6]
+
+
+def regrouped(batch: Any, size: int) -> list[Any]:
+    """The micro-batches that a batch is cut into once its padding may be left out."""
+    knife = Knife(Counter("examples"))
+    [(_, padding)] = knife.cut(batch, FixedSize(size), in_order=False).untried
+    knife.trims.allowed.add(padding.kind)
+    return [part.data() for part in knife.cut(batch, FixedSize(size), in_order=False).micro_batches]
+
+
+def padded() -> dict[str, Any]:
+    mask = (torch.arange(12) < torch.tensor(LENGTHS)[:, None]).long()
+    return {"x": mask * torch.arange(1, 11)[:, None], "attention_mask": mask}
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_sp1_regrouped_fields_stay_together(size: int) -> None:
+    """Every field of an example moves with it, and every example comes out once."""
+    batch = padded() | {"id": list(range(1, 11)), "text": [str(i) for i in range(1, 11)], "y": torch.arange(1, 11)}
+    parts = regrouped(batch, size)
+    assert sorted(i for part in parts for i in part["id"]) == list(range(1, 11))
+    for part in parts:
+        assert part["x"][:, 0].tolist() == part["id"] == part["y"].tolist() == [int(text) for text in part["text"]]
+        assert part["x"].shape == part["attention_mask"].shape
+        assert part["attention_mask"].sum(1).tolist() == [LENGTHS[i - 1] for i in part["id"]]
+        assert part["x"].shape[1] == max(LENGTHS[i - 1] for i in part["id"])
+
+
+def test_sp3_regrouped_containers_keep_their_types() -> None:
+    """A tokenizer's mapping and a named tuple in a dict: the mask is found inside, and each comes back as it was."""
+    transformers = pytest.importorskip("transformers")
+    inner = transformers.BatchEncoding(padded())
+    parts = regrouped({"inputs": inner, "rest": Pair(torch.arange(10), torch.zeros(10, 12))}, 3)
+    for part in parts:
+        assert type(part["inputs"]) is transformers.BatchEncoding
+        assert type(part["rest"]) is Pair
+        assert part["rest"].target.shape[1] == part["inputs"]["x"].shape[1]
+        assert part["rest"].image.tolist() == [i - 1 for i in part["inputs"]["x"][:, 0].tolist()]
+
+
+def test_sp5_jagged_fields_are_regrouped_with_the_others() -> None:
+    rows_of = [torch.full((length,), float(i)) for i, length in enumerate(LENGTHS, 1)]
+    batch = padded() | {"jagged": torch.nested.nested_tensor(rows_of, layout=torch.jagged)}
+    for part in regrouped(batch, 3):
+        assert [int(row[0]) for row in part["jagged"].unbind()] == part["x"][:, 0].tolist()
