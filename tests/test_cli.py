@@ -22,6 +22,7 @@ GIVEN: dict[str, Any] = {
     "text_column": "body",
     "label_column": "kind",
     "context_length": 64,
+    "packing": "off",
     "validation_fraction": 0.2,
     "objective": "masked-lm",
     "model": "a folder",
