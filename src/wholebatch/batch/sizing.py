@@ -173,9 +173,12 @@ class SizeSearch:
         total = sum(lengths)
         if total > self._capped_at > 0:
             self.choice, self._capped_at = None, 0  # a batch that is large enough for a larger size has come
-        if self.choice is None and self._complete() and 2 * max(self._timings) > total:
-            self._choose()
-            self._capped_at = 2 * max(self._timings) - 1
+        if self.choice is None and self._complete():
+            if 2 * max(self._timings) > total:
+                self._choose()
+                self._capped_at = 2 * max(self._timings) - 1
+            elif len(self._timings) > 1 and self._larger_is_no_use(lengths):
+                self._choose()
         if self.choice is not None:
             if not self._refined and lengths[0] != lengths[-1]:
                 self._refine(lengths)
@@ -247,16 +250,24 @@ class SizeSearch:
         self.choice = min(level for level, rate in self._rates.items() if rate >= (1 - TOLERANCE) * best)
         self.cost, self._refined = self._fit, False
 
+    def _larger_is_no_use(self, lengths: Sequence[int]) -> bool:
+        """Whether, for unequal lengths, what larger micro-batches would save is predicted to be lost to padding."""
+        if lengths[0] == lengths[-1]:
+            return False
+        largest = max(self._timings)
+        seconds, best = (self._fit.of_cut(self._cut(lengths, most), lengths) for most in (largest, sum(lengths)))
+        return seconds <= (1 + TOLERANCE) * best
+
+    def _cut(self, lengths: Sequence[int], tokens: int) -> Sequence[int]:
+        """The cut under a limit of tokens, by the cost as fitted."""
+        return partition(lengths, self._fit, lambda length: max(1, tokens // length))
+
     def _refine(self, lengths: Sequence[int]) -> None:
         """Unequal lengths gain less from large micro-batches: the smallest that is predicted to be as fast as these."""
-        predicted = {}
-        for level in sorted(level for level in self._rates if level <= (self.choice or level)):
-            sizes = partition(lengths, self.cost, lambda length, level=level: max(1, level // length))  # type: ignore[misc]
-            predicted[level] = self.cost.of_cut(sizes, lengths)
-        fastest = min(predicted.values(), default=0.0)
-        self.choice = min(
-            (t for t, seconds in predicted.items() if seconds <= (1 + TOLERANCE) * fastest), default=self.choice
-        )
+        levels = [level for level in sorted(self._rates) if level <= (self.choice or level)]
+        predicted = {level: self._fit.of_cut(self._cut(lengths, level), lengths) for level in levels}
+        as_fast = [level for level in levels if predicted[level] <= (1 + TOLERANCE) * min(predicted.values())]
+        self.choice = min(as_fast, default=self.choice)
         self._refined = True
 
     def _complete(self) -> bool:
@@ -276,9 +287,14 @@ class SizeSearch:
         limit = self._memory_limit(longest)
         if limit is not None and 2 * largest > limit * longest:
             return True
-        rates = self._rates
+        rates, fit = self._rates, self._fit
         gains = [rates[level] / rates[level // 2] - 1 for level in sorted(rates) if level // 2 in rates]
-        return len(gains) >= 2 and all(gain < TOLERANCE for gain in gains[-2:])
+        if not gains or gains[-1] >= TOLERANCE:
+            return False
+        # A busy machine can hide a gain; where the fit says that there is none left either, or it happens twice, it is
+        # believed. What is tried without need costs memory.
+        left = fit.per_micro_batch / (2 * largest * fit.per_token)
+        return left < TOLERANCE or (len(gains) >= 2 and gains[-2] < TOLERANCE)
 
     def _memory_limit(self, length: int) -> int | None:
         if self.budget_bytes is None or self._base is None:
