@@ -131,7 +131,12 @@ def interleaved(workload: Workload, tasks: dict[str, Callable[[int], Task]], set
             say(f"{workload.name}: round {seed + 1} of {rounds}, {label}")
             if label == next(iter(tasks)):
                 lengths += [len(example["input_ids"]) for batch in task.batches[task.warm_up :] for example in batch]
-    return Outcome(workload, by_label, lengths, [], unsettled(by_label), {})
+    outcome = Outcome(workload, by_label, lengths, [], unsettled(by_label), {})
+    for again in (label for label in tasks if label.endswith(", again")):
+        once = again.removesuffix(", again")
+        control = quotients(outcome.speeds(again), outcome.speeds(once))
+        outcome.notes.append(f'A/A, speed of "{again}" over "{once}": {control}')
+    return outcome
 
 
 def unsettled(by_label: dict[str, list[Figures]]) -> list[str]:
