@@ -72,11 +72,7 @@ def wholebatch(job: Job, deterministic: bool = False) -> None:
         job.model, optimizer=job.optimizer, collate_fn=job.collate, deterministic=deterministic
     )
     job.started()
-    settling_peaks = []
-    for batch in job.settling:
-        settling_peaks.append(accumulator.backward(batch).peak_memory_bytes or 0)
-        job.optimizer.zero_grad()
-    job.collate.calls.clear()
+    settling_peaks = settle(accumulator, job)
     for batch in job.batches:
         report = accumulator.backward(batch)
         clip_grad_norm_(job.model.parameters(), CLIP)
@@ -89,6 +85,25 @@ def wholebatch(job: Job, deterministic: bool = False) -> None:
     job.notes["reported_padded_tokens"] = getattr(report, "padded_tokens", None)
     job.notes["reported_real_tokens"] = getattr(report, "real_tokens", None)
     job.notes["sizing"] = accumulator.state_dict()["sizing"]
+
+
+def settle(accumulator: wb.GradientAccumulator, job: Job) -> list[int]:
+    """Let it choose its sizes, without an update; the resident peak of each batch that this took."""
+    peaks = []
+    for batch in job.settling:
+        peaks.append(accumulator.backward(batch).peak_memory_bytes or 0)
+        job.optimizer.zero_grad()
+        if len(peaks) > 1 and is_settled(accumulator):
+            break
+    job.collate.calls.clear()
+    job.notes["settling_batches"] = len(peaks)
+    job.notes["settled"] = is_settled(accumulator)
+    return peaks
+
+
+def is_settled(accumulator: wb.GradientAccumulator) -> bool:
+    """Whether the size is chosen, or was never a question of timings."""
+    return accumulator.state_dict()["sizing"].get("choice", True) is not None
 
 
 def wholebatch_deterministic(job: Job) -> None:
@@ -139,9 +154,7 @@ def accelerate(job: Job) -> None:
 def trainer(job: Job, sampling: str = "sequential") -> None:
     """Hugging Face's Trainer without logging, saving and evaluation."""
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
-    from transformers.utils.logging import set_verbosity_error
 
-    set_verbosity_error()
     losses: list[torch.Tensor] = []
 
     class Watching(Trainer):

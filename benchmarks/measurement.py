@@ -111,9 +111,12 @@ class Job:
 def measure(task: Task) -> dict[str, Any]:
     """Run the contestant in this process."""
     from contestants import CONTESTANTS
+    from transformers.utils import logging
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     torch.manual_seed(0)
     model = WORKLOADS[task.workload].model(task.num_labels).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

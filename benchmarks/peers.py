@@ -24,7 +24,18 @@ from typing import Any
 
 from measurement import Task, in_fresh_process, processes
 from ratios import Target, quotients
-from workloads import CLASSIFY, DECODE, FIXED, LOG_NORMAL, SCALING, Example, Workload, equal_length, real_tokens
+from workloads import (
+    CLASSIFY,
+    DECODE,
+    FIXED,
+    LOG_NORMAL,
+    SCALING,
+    Example,
+    Workload,
+    equal_length,
+    real_tokens,
+    shortened,
+)
 
 Figures = dict[str, Any]
 PEERS = ("by hand", "Accelerate", "Trainer", "Lightning")
@@ -38,10 +49,10 @@ PEAKS = {
 PACKAGES = ("torch", "transformers", "accelerate", "lightning", "wholebatch")
 
 ROUNDS = {"classify": 4, "decode": 2, "log-normal": 2, "fixed": 4, "scaling": 3}
-"""So that all of it takes about a quarter of an hour; more rounds give narrower bounds."""
+"""A compromise with time; more rounds give narrower bounds."""
 
-SETTLING = 3
-"""Batches that wholebatch sees before the first update."""
+SETTLING = 8
+"""At most so many batches does wholebatch see before the first update, to choose its sizes."""
 
 MEGABATCH = 4
 """Updates among which Trainer sorts by length here: it makes four such groups of a data set of 16 updates."""
@@ -95,17 +106,17 @@ def batched(examples: list[Example], size: int) -> list[list[Example]]:
 
 def task_of(workload: Workload, contestant: str, seed: int, updates: int, **options: Any) -> Task:
     """One update to warm up and `updates` to time; the examples depend on the seed alone."""
-    size, num_updates = workload.batch_size, 1 + updates
-    examples = batched(workload.examples(size * (num_updates + SETTLING), seed), size)
-    settling = examples[num_updates:] if contestant == "wholebatch" else []
-    return Task(
-        workload.name,
-        contestant,
-        examples[:num_updates],
-        settling=settling,
-        num_labels=workload.num_labels(),
-        **options,
-    )
+    size = workload.batch_size
+    batches = batched(workload.examples(size * (updates + SETTLING), seed), size)
+    options |= {"num_labels": workload.num_labels()}
+    if contestant == "wholebatch":
+        options |= {"settling": batches[updates:]}
+    return Task(workload.name, contestant, warmed_up(batches[:updates]), **options)
+
+
+def warmed_up(batches: list[list[Example]]) -> list[list[Example]]:
+    """Before these an update of short examples, which makes the optimizer's state and costs little."""
+    return [shortened(batches[0]), *batches]
 
 
 def interleaved(workload: Workload, tasks: dict[str, Callable[[int], Task]], settings: Settings) -> Outcome:
@@ -119,8 +130,19 @@ def interleaved(workload: Workload, tasks: dict[str, Callable[[int], Task]], set
             by_label[label].append(in_fresh_process(settings.processes, task))
             say(f"{workload.name}: round {seed + 1} of {rounds}, {label}")
             if label == next(iter(tasks)):
-                lengths += [len(example["input_ids"]) for batch in task.batches for example in batch]
-    return Outcome(workload, by_label, lengths, [], [], {})
+                lengths += [len(example["input_ids"]) for batch in task.batches[task.warm_up :] for example in batch]
+    outcome = Outcome(workload, by_label, lengths, [], unsettled(by_label), {})
+    for again in (label for label in tasks if label.endswith(", again")):
+        once = again.removesuffix(", again")
+        control = quotients(outcome.speeds(again), outcome.speeds(once))
+        outcome.notes.append(f'A/A, speed of "{again}" over "{once}": {control}')
+    return outcome
+
+
+def unsettled(by_label: dict[str, list[Figures]]) -> list[str]:
+    """A note if wholebatch was still trying sizes while it was timed."""
+    settled = [figures["settled"] for rows in by_label.values() for figures in rows if "settled" in figures]
+    return [] if all(settled) else [f"sizes not settled in {settled.count(False)} of {len(settled)} processes"]
 
 
 def count_tensor_bytes(outcome: Outcome, tasks: dict[str, Callable[[int], Task]], settings: Settings) -> None:
@@ -166,8 +188,7 @@ def classify(settings: Settings) -> Outcome:
     length, size = round(real_tokens(sample) / len(sample)), workload.batch_size
 
     def even(seed: int) -> list[Example]:
-        number = (1 + updates) * size
-        return equal_length(number, seed, length, classes=workload.num_labels(), vocabulary=30522)
+        return equal_length(updates * size, seed, length, classes=workload.num_labels(), vocabulary=30522)
 
     best, rates = best_size(workload, even(0)[:size], size // 2, settings)
 
@@ -180,7 +201,7 @@ def classify(settings: Settings) -> Outcome:
         return Task(workload.name, BY_LENGTH, batches, MEGABATCH, stop, num_labels=workload.num_labels())
 
     def without_padding(seed: int) -> Task:
-        batches = batched(even(seed), size)
+        batches = warmed_up(batched(even(seed), size))
         return Task(workload.name, "by hand", batches, num_labels=workload.num_labels(), micro_batch_size=best)
 
     tasks = peers_of(workload, updates) | {"wholebatch, deterministic": deterministic}
@@ -342,7 +363,7 @@ def line(row: dict[str, Any]) -> str:
     return (
         f"{row['contestant']:27}{row['real_tokens_per_second']:9,.0f}{ratios}"
         f"{in_mib[0]:>9}{in_mib[1]:>7}{in_mib[2]:>9}{row['padded_over_real_tokens']:8.2f}"
-        f"{'-' if difference is None else f'{difference:.0e}':>9}"
+        f"{'-' if difference is None else f'{difference:.0e}' if difference else '0':>9}"
     )
 
 

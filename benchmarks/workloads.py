@@ -112,10 +112,7 @@ def equal_length(number: int, seed: int, length: int, classes: int = 0, vocabula
 
 def minilm(num_labels: int) -> nn.Module:
     from transformers import AutoModelForSequenceClassification
-    from transformers.utils import logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     return AutoModelForSequenceClassification.from_pretrained(
         minilm_folder(),
         local_files_only=True,
@@ -172,6 +169,8 @@ def gpt2(_: int) -> nn.Module:
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
         use_cache=False,
     )
     return GPT2LMHeadModel(config)
@@ -206,6 +205,17 @@ SCALING = Workload(
     lambda: 5,
 )
 WORKLOADS = {one.name: one for one in (CLASSIFY, DECODE, LOG_NORMAL, FIXED, SCALING)}
+
+
+def shortened(examples: list[Example], length: int = 16) -> list[Example]:
+    """The ends of the examples, where a decoder's have labels."""
+    return [
+        {
+            "input_ids": one["input_ids"][-length:],
+            "labels": one["labels"][-length:] if one["labels"].ndim else one["labels"],
+        }
+        for one in examples
+    ]
 
 
 def real_tokens(examples: list[Example]) -> int:
