@@ -89,7 +89,8 @@ class TrainingProgress:
         self._full = max(self._full, sum(sizes))
         shown = arithmetic(sizes)
         even = max(sizes) - min(sizes) <= 1
-        told = even or (not self._arithmetic and batches >= self._done + FIRST_UNEQUAL)
+        first = min(self._done + FIRST_UNEQUAL, self._num_batches)
+        told = even or (not self._arithmetic and batches >= first)
         if sum(sizes) == self._full and told and shown != self._arithmetic:
             self.say(shown)
             self._arithmetic = shown
