@@ -28,6 +28,9 @@ EXAMPLES = 2
 MOST_LOGITS = 2**26
 """In the check, where its examples can be shortened."""
 
+TRIES = 3
+"""Batches that may leave it undecided."""
+
 
 class HeadCheck:
     """Compares a model's own loss with the one in chunks, and tells the loss which it may use.
@@ -37,6 +40,7 @@ class HeadCheck:
 
     def __init__(self, model: nn.Module, loss: StatedLoss, knife: Knife, device: torch.device) -> None:
         self._model, self._loss, self._knife, self._device = model, loss, knife, device
+        self._undecided = 0
 
     def check(self, cut: CutBatch, parameters: Sequence[nn.Parameter]) -> None:
         """Check with examples of this batch, if that is still to be done and its micro-batches are large enough.
@@ -56,12 +60,16 @@ class HeadCheck:
         """In the mode of training, and in evaluation mode, each with the same dropout."""
         try:
             with warnings.catch_warnings(action="ignore"):  # of odd sizes, say; training gives those that matter
-                reason = self._end_to_end(head, data, parameters)
-                for evaluation in (False, True):
-                    reason = reason or self._probed(chunked, head, data, parameters, evaluation)
-            chunked.reason = reason
+                chunked.reason = (
+                    self._probed(head, data, parameters, evaluation=False)
+                    or self._probed(head, data, parameters, evaluation=True)
+                    or self._end_to_end(head, data, parameters)
+                )
+            chunked.found_same(data, {False, self._model.training})
         except _UndecidedError:  # another batch will tell
-            return
+            self._undecided += 1
+            if self._undecided >= TRIES:
+                chunked.reason = f"{TRIES} batches with losses or hidden states that are not finite left it undecided"
         except Exception as error:  # noqa: BLE001  then the model computes its loss itself, as it always could
             chunked.reason = f"the check of it failed with {type(error).__name__}: {str(error)[:200]}"
             if is_out_of_memory(error):
@@ -82,20 +90,18 @@ class HeadCheck:
             raise _UndecidedError
         return "" if _same(own, ours) else "its loss or gradient differs from the model's own by more than rounding"
 
-    def _probed(
-        self, chunked: ChunkedHead, head: Head, data: Any, parameters: list[nn.Parameter], evaluation: bool
-    ) -> str:
+    def _probed(self, head: Head, data: Any, parameters: list[nn.Parameter], evaluation: bool) -> str:
+        """With the same random numbers in both runs, so that dropout is the same."""
         moved = map_tensors(lambda tensor: tensor.to(self._device, copy=True), data)
         probe = HeadProbe(self._model, head, moved)
         with undisturbed(self._model, self._device, evaluation), torch.enable_grad(), one_autocast(self._device):
             own = probe.own(parameters)
         if isinstance(own, str):
             return own
+        if not bool(torch.isfinite(own).all()):
+            raise _UndecidedError
         with undisturbed(self._model, self._device, evaluation), torch.no_grad(), one_autocast(self._device):
-            if reason := probe.without_labels(own):
-                return reason
-            chunked.found_same(self._model, data)
-        return ""
+            return probe.without_labels(own)
 
 
 class _UndecidedError(Exception):

@@ -5,7 +5,7 @@ position pass, so that the model makes no logits to speak of; the loss is then `
 Whether that is the model's loss is found out once, by `HeadProbe`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,9 +82,9 @@ class ChunkedHead:
         head = head_of(model)
         return head if isinstance(head, Head) and head.worthwhile(micro_batch.get("labels")) else None
 
-    def found_same(self, model: nn.Module, micro_batch: Any) -> None:
-        """From now on in chunks, in the mode that the model is in and for such fields."""
-        self._same.add(_key(model, micro_batch))
+    def found_same(self, micro_batch: Mapping[str, Any], modes: Collection[bool]) -> None:
+        """From now on in chunks for such fields, in training mode (True) or evaluation mode (False)."""
+        self._same.update((mode, frozenset(map(str, micro_batch))) for mode in modes)
 
     def __str__(self) -> str:
         """On or off, and why."""
