@@ -9,10 +9,12 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import wholebatch as wb
 from oracle.one_pass import distance, gradient_in_one_pass
-from wholebatch.loss.head import Head
+from wholebatch.loss.head import LEAST_LOGITS, Head, head_of
 
 ROWS, LENGTH, VOCABULARY, IGNORED = 6, 12, 37, -100
 SIZES = {
@@ -237,3 +239,200 @@ def test_another_loss_stays_the_models_own(build: Callable[[], nn.Module], reaso
         assert gradient < 1e-5
     assert chunking.startswith("off: ")
     assert re.search(reason, chunking)
+
+
+# ---- What is gained ----
+
+
+class Largest(TorchDispatchMode):
+    """Sees how often a tensor of all logits is made."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self._elements, self.times = elements, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
+        self.times += sum(1 for one in made if one.numel() >= self._elements and one.shape[-1:] == (401,))
+        return result
+
+
+@pytest.mark.parametrize("evaluation", [False, True])
+@pytest.mark.parametrize("chunked", [True, False])
+def test_the_logits_never_exist_as_a_whole(chunked: bool, evaluation: bool) -> None:
+    """In training and in `evaluate`; they do without chunks, which shows that this test sees them."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**(SIZES | {"vocab_size": 401, "max_position_embeddings": 80}), num_key_value_heads=1)
+    )
+    ids = torch.randint(3, 401, (6, 70))
+    accumulator = wb.GradientAccumulator(model, micro_batch_size=3, loss_chunking=chunked)
+    accumulator.backward({"input_ids": ids, "labels": ids})  # and the checks
+    with Largest(3 * 69 * 401) as largest:
+        if evaluation:
+            accumulator.evaluate({"input_ids": ids, "labels": ids})
+        else:
+            accumulator.backward({"input_ids": ids, "labels": ids})
+    assert (largest.times == 0) == chunked
+
+
+def test_small_logits_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where chunks gain nothing, nothing is checked and nothing is changed."""
+    monkeypatch.undo()
+    accumulator, _ = accumulated(made(llama), batch())
+    assert accumulator.loss_chunking.startswith("not yet: ")
+
+
+def test_from_which_size_on_chunks_are_worthwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    wide = Head(nn.Linear(8, 2**13, device="meta"), True, None)
+    labels = torch.zeros(2, LEAST_LOGITS // 2**14, dtype=torch.long)
+    assert wide.worthwhile(labels)
+    assert not wide.worthwhile(labels[:, 1:])
+    deep = Head(nn.Linear(3 * 1024, 2**13, device="meta"), True, None)
+    assert not deep.worthwhile(labels)  # the weight's second gradient would be larger than the logits
+    assert Head(deep.linear.requires_grad_(False), True, None).worthwhile(labels)
+
+
+# ---- Under other conditions ----
+
+
+@pytest.mark.parametrize("build", [llama, bert, gemma2])
+@pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "a bfloat16 model"])
+def test_in_bfloat16(build: Callable[[], nn.Module], autocast: bool) -> None:
+    """As near to float64 as the model's own loss in the same precision."""
+    exact = made(build)
+    right = gradient_in_one_pass(exact, exact(**batch()).loss)
+    errors = {}
+    for chunked in (True, False):
+        model = made(build, torch.float32 if autocast else torch.bfloat16)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            accumulator, _ = accumulated(model, batch(), loss_chunking=chunked, accumulate_in_fp32=not autocast)
+        assert accumulator.loss_chunking.startswith("on" if chunked else "off")
+        errors[chunked] = distance([p.grad for p in model.parameters()], right)
+    assert errors[True] < max(1.5 * errors[False], 0.01)
+
+
+def test_with_dropout_as_the_models_own() -> None:
+    """The check draws no random number of the training, and the hook none at all."""
+    gradients = []
+    for chunked in (True, False):
+        torch.manual_seed(0)
+        model = transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)).double().train()
+        torch.manual_seed(1)
+        accumulated(model, batch(), loss_chunking=chunked)
+        gradients.append([p.grad for p in model.parameters()])
+    assert distance(*gradients, floor=1e-3) < 1e-6
+
+
+def test_a_batch_without_labels_changes_nothing() -> None:
+    model = made(llama)
+    accumulator, _ = accumulated(model, batch())
+    model.zero_grad()
+    data = batch()
+    data["labels"][:] = IGNORED
+    assert not accumulator.backward(data).should_step
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_evaluate_before_training_and_in_another_mode() -> None:
+    """What was found in one mode is not believed of the other."""
+    model = made(gpt2).eval()
+    accumulator = wb.GradientAccumulator(model, micro_batch_size=2)
+    data = batch()
+    loss = model(**data).loss
+    assert abs(accumulator.evaluate(data).loss - float(loss.detach())) < 1e-6 * float(loss.detach())
+    kept = accumulator._loss.head
+    assert kept is not None
+    assert kept.due(model, batch()) is None
+    assert kept.due(model.train(), batch()) is not None
+    accumulator.backward(batch())
+    assert kept.due(model, batch()) is None
+
+
+def test_other_fields_are_another_loss() -> None:
+    """A field that was not there when it was checked may change the loss."""
+    model = made(llama)
+    accumulator, _ = accumulated(model, batch())
+    data = batch()
+    data["shift_labels"] = data["labels"].roll(-2, 1)
+    oracle = copy.deepcopy(model)
+    right = gradient_in_one_pass(oracle, oracle(**data).loss)
+    model.zero_grad()
+    accumulator.backward(data)
+    assert accumulator.loss_chunking.startswith("off: ")
+    assert distance([p.grad for p in model.parameters()], right, floor=1e-3) < 1e-5
+
+
+def test_losses_that_are_not_finite_decide_nothing() -> None:
+    model = made(llama)
+    accumulator = wb.GradientAccumulator(model, micro_batch_size=2)
+    weight = model.lm_head.weight.detach()
+    kept = weight.clone()
+    weight.fill_(float("nan"))
+    assert not accumulator.backward(batch()).should_step
+    assert accumulator.loss_chunking.startswith("not yet")
+    weight.copy_(kept)
+    assert accumulator.backward(batch()).should_step
+    assert accumulator.loss_chunking == "on"
+
+
+def test_the_hooks_are_gone_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made(llama)
+    accumulator, _ = accumulated(model, batch())
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(model.model.norm, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        accumulator.backward(batch())
+    assert not model.lm_head._forward_pre_hooks
+    assert not model.lm_head._forward_hooks
+
+
+def test_a_compiled_model_is_left_alone() -> None:
+    model = made(llama)
+    assert isinstance(head_of(model), Head)
+    assert "wrapped in OptimizedModule" in str(head_of(torch.compile(model, backend="eager")))
+    model.compile(backend="eager")
+    assert head_of(model) == "the model is compiled"
+
+
+def test_a_loss_fn_of_ones_own_computes_the_loss() -> None:
+    accumulator = wb.GradientAccumulator(made(llama), lambda model, data: model(**data).loss, count="tokens")
+    assert accumulator.loss_chunking == "off: loss_fn computes the loss"
+    with pytest.raises(wb.WholeBatchError, match="loss_chunking='no'"):
+        wb.GradientAccumulator(made(llama), loss_chunking="no")  # type: ignore[arg-type]
+
+
+def test_where_memory_is_short_the_model_computes_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("wholebatch.head_check.HeadProbe", short)
+    accumulator, _ = accumulated(made(llama), batch())
+    assert accumulator.loss_chunking == "off: there was too little memory to compare it with the model's own loss"
+
+
+def test_long_examples_are_shortened_for_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wholebatch.head_check.MOST_LOGITS", 2 * 5 * VOCABULARY)
+    lengths: list[int] = []
+    model = made(llama)
+    model.register_forward_pre_hook(
+        lambda module, _, fields: lengths.append(fields["input_ids"].shape[1]), with_kwargs=True
+    )
+    accumulator, _ = accumulated(model, batch())
+    assert accumulator.loss_chunking == "on"
+    assert 5 in lengths
+
+
+def test_the_denominator_is_still_seen() -> None:
+    """A count that turns out wrong in a later batch is refused as without chunks."""
+    accumulator = wb.GradientAccumulator(made(llama), micro_batch_size=2, count="tokens")
+    data = {name: field[:2] for name, field in batch().items()}
+    accumulator.backward(data)
+    term = accumulator._loss(accumulator.model, data, {"loss": 1.0}, 2).terms["loss"]
+    assert term.shown is not None
+    assert float(term.shown) == float((data["labels"][:, 1:] != IGNORED).sum())

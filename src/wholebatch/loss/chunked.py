@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from wholebatch.errors import ConfigurationError
@@ -96,9 +95,13 @@ class LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, seed: Tensor) -> tuple[Tensor | None, ...]:
         """Whatever the seed, and as often as the graph is kept: what was saved is not touched."""
+        if torch.is_grad_enabled():  # torch's `once_differentiable` lets a seed without a graph pass: zero, silently
+            raise ConfigurationError(
+                "create_graph=True: linear_cross_entropy has no double backward, since its gradient is made in its "
+                "forward. Use cross_entropy(linear(hidden, weight, bias), labels) where a gradient is differentiated."
+            )
         if ctx.later:
             _, gradients = ctx.run(*ctx.saved_tensors, ctx.form, ctx.wanted, seed)
         else:
@@ -231,7 +234,7 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, 
         (weight.ndim == 2 and hidden.shape[-1:] == weight.shape[1:], "hidden must be (..., features)"),
         (labels.shape == hidden.shape[:-1], "labels must have the shape of hidden without its last dimension"),
         (not labels.is_floating_point() and labels.dtype != torch.bool, "labels must be whole numbers"),
-        (_one_type(hidden, weight, form), f"hidden is {hidden.dtype}, but weight {weight.dtype}, without autocast"),
+        (_one_type(hidden, weight), f"hidden is {hidden.dtype}, but weight {weight.dtype}, without autocast"),
         (bias is None or bias.shape == (classes,), "bias must be (classes,)"),
         (_plain_weights(form.class_weights, classes), "class_weights must be (classes,), without a gradient"),
         (0.0 <= form.label_smoothing <= 1.0, f"label_smoothing={form.label_smoothing} must be 0 to 1"),
@@ -250,6 +253,10 @@ def _plain_weights(class_weights: Tensor | None, classes: int) -> bool:
     return class_weights is None or (class_weights.shape == (classes,) and not class_weights.requires_grad)
 
 
-def _one_type(hidden: Tensor, weight: Tensor, form: Form) -> bool:
-    """As `linear` asks for it."""
-    return hidden.dtype == weight.dtype or form.dtype not in (hidden.dtype, torch.float64)
+def _one_type(hidden: Tensor, weight: Tensor) -> bool:
+    """As `linear` asks for it: autocast casts all but float64."""
+    if hidden.dtype == weight.dtype:
+        return True
+    kind = hidden.device.type
+    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return autocast and torch.float64 not in (hidden.dtype, weight.dtype)

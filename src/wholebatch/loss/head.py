@@ -28,7 +28,7 @@ _ACCELERATOR_ROWS = 1024
 _PROBE_SPREAD = 20.0
 """Standard deviation of the logits that a model's own loss is probed with: far above any soft cap's straight part."""
 
-_VALUE_TOLERANCE, _CAPPED_IN_HALF = 1e-5, 1e-2
+_ROUNDING, _ROUNDING_IN_HALF = 1e-5, 1e-2
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,8 @@ def chunked_loss(model: nn.Module, head: Head, micro_batch: Mapping[str, Any]) -
             soft_cap=head.soft_cap,
             chunk_rows=CHUNK_ROWS if hidden.device.type == "cpu" else _ACCELERATOR_ROWS,
         )
-    return loss.sum / (loss.count.clamp(min=1) if isinstance(loss.count, Tensor) else max(loss.count, 1))
+    count = loss.count if isinstance(loss.count, Tensor) else loss.sum.new_tensor(loss.count)
+    return loss.sum / count.clamp(min=1)  # a tensor, which the graph shows (`shown`)
 
 
 @dataclass
@@ -217,10 +218,7 @@ class HeadProbe:
         if any(other is not None for other in others):
             return "the model's own loss has a part that does not come from its logits (a router's, say)"
         wanted, plain = self._plain(logits)
-        half = logits.dtype not in (torch.float32, torch.float64)
-        tolerance = _CAPPED_IN_HALF if half and self._head.soft_cap else _VALUE_TOLERANCE
-        same = gradient is not None and _close(loss, wanted, tolerance)
-        if not same or not _close(gradient, plain, _CAPPED_IN_HALF if half else _VALUE_TOLERANCE):
+        if gradient is None or not _close(loss, wanted, _ROUNDING) or not _close(gradient, plain, _ROUNDING):
             return (
                 "the model's own loss is not the plain cross-entropy of what its head makes (logits that are scaled "
                 f"afterwards, smoothed labels): {float(loss):.6g} against {float(wanted):.6g} for the same logits"
@@ -230,23 +228,22 @@ class HeadProbe:
     def _plain(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The cross-entropy of these logits, and its gradient."""
         leaf, cap = logits.detach().requires_grad_(), self._head.soft_cap
-        wide = leaf if leaf.dtype == torch.float64 else leaf.float()
-        wide = wide if cap is None else cap * torch.tanh(wide / cap)
-        targets = self._head.targets(self._batch["labels"]).to(wide.device)
-        loss = cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORED_LABEL)
+        capped = leaf if cap is None else cap * torch.tanh(leaf / cap)
+        targets = self._head.targets(self._batch["labels"]).to(leaf.device)
+        loss = cross_entropy(capped.flatten(0, -2), targets.flatten(), ignore_index=IGNORED_LABEL)
         return loss.detach(), torch.autograd.grad(loss, leaf)[0]
 
     def without_labels(self, own: Tensor) -> str:
         """Why the hidden states of a run without labels are others; empty if they are not."""
         inputs = {name: value for name, value in self._batch.items() if name != "labels"}
         hidden = run_without_head(self._model, self._head.linear, inputs).hidden.detach()
-        if hidden.shape != own.shape or not _close(hidden, own, _CAPPED_IN_HALF):
+        if hidden.shape != own.shape or not _close(hidden, own, _ROUNDING_IN_HALF):
             return "the model computes something else when it is given no labels"
         return ""
 
 
 class _Replaced:
-    """A hook that replaces the head's output by large random logits."""
+    """A hook that replaces the head's output by large random logits, in float32 at least: rounding hides nothing."""
 
     def __init__(self, shape: torch.Size) -> None:
         self._shape, self.made = shape, list[Tensor]()
@@ -254,7 +251,8 @@ class _Replaced:
     def __call__(self, linear: nn.Linear, arguments: Any, output: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(0)
         random = torch.randn((*self._shape, linear.out_features), generator=generator) * _PROBE_SPREAD
-        self.made.append(random.to(output).requires_grad_())
+        wide = torch.float64 if output.dtype == torch.float64 else torch.float32
+        self.made.append(random.to(output.device, wide).requires_grad_())
         return self.made[-1]
 
 
