@@ -206,14 +206,27 @@ def test_the_logits_never_exist_as_a_whole() -> None:
     assert largest.elements == 500 * 8
 
 
+def test_a_frozen_weight_costs_nothing() -> None:
+    """No gradient of its size is made."""
+    hidden, weight = torch.randn(64, 8).requires_grad_(), torch.randn(500, 8)
+    with Largest(beside=weight) as largest:
+        linear_cross_entropy(hidden, weight, torch.randint(500, (64,)), chunk_rows=4).sum.backward()
+    assert largest.elements == 4 * 500
+
+
 class Largest(TorchDispatchMode):
-    """Sees the largest tensor."""
+    """Sees the largest tensor, `beside` one that is there already."""
 
     elements = 0
 
+    def __init__(self, beside: Tensor | None = None) -> None:
+        super().__init__()
+        self._there = 0 if beside is None else beside.untyped_storage().data_ptr()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        sizes = [one.numel() for one in tree_leaves(result) if isinstance(one, Tensor)]
+        made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        sizes = [one.numel() for one in made if one.untyped_storage().data_ptr() != self._there]
         self.elements = max([self.elements, *sizes])
         return result
 

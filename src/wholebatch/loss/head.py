@@ -107,7 +107,10 @@ def head_of(model: nn.Module) -> Head | str:
         return "an encoder-decoder makes the decoder's inputs of its labels"
     if model is not host and not callable(getattr(model, "get_base_model", None)):
         return f"the model is wrapped in {type(model).__name__}"
-    linear = host.get_output_embeddings()  # type: ignore[operator]
+    try:
+        linear = host.get_output_embeddings()  # type: ignore[operator]
+    except Exception:  # noqa: BLE001  some models have none, and say so in ways of their own
+        linear = None
     if reason := _not_plain(host, linear):
         return reason
     inner = config.get_text_config() if callable(getattr(config, "get_text_config", None)) else config
