@@ -84,6 +84,8 @@ class GradientAccumulator:
         accumulate_in_fp32: Sum the gradients of bf16 and fp16 parameters in fp32 over the batch.
         deterministic: Choose `"auto"` sizes from shapes only, never from timings. None follows
             `torch.are_deterministic_algorithms_enabled()`.
+        loss_chunking: Whether a Hugging Face language model that computes its own loss may have its head computed in
+            chunks, so that its logits never exist as a whole; done where a check finds it to be the same loss.
 
     Raises:
         WholeBatchError: An option, the model or the loss function cannot be right.
@@ -114,6 +116,7 @@ class GradientAccumulator:
         max_skipped_batches: int = 10,
         accumulate_in_fp32: bool = False,
         deterministic: bool | None = None,
+        loss_chunking: bool = True,
     ) -> None:
         self._options = Options(
             micro_batch_size=micro_batch_size,
@@ -125,6 +128,7 @@ class GradientAccumulator:
             max_skipped_batches=max_skipped_batches,
             accumulate_in_fp32=accumulate_in_fp32,
             deterministic=deterministic,
+            loss_chunking=loss_chunking,
         )
         check_objects(model, optimizer)
         refuse_wrappers(model)
@@ -132,7 +136,7 @@ class GradientAccumulator:
         self.model, self._optimizer = model, optimizer
         parameters = trainable_parameters(model, optimizer)
         self._device = parameters[0].device if parameters else torch.device("cpu")
-        self._loss = StatedLoss(model, loss_fn, count)
+        self._loss = StatedLoss(model, loss_fn, count, chunked=loss_chunking)
         self._knife = Knife(self._loss.counter, collate_fn, layout, shape_multiple(model, collate_fn))
         self._sizing = self._options.sizing(self._device, future_state_bytes(optimizer, parameters))
         self._first_batch = FirstBatch(model, self._loss, self._knife, self._device)
@@ -328,6 +332,13 @@ class GradientAccumulator:
             self._first_batch.check(batch, cut, parameters)
             evaluator.add(cut)
         return evaluator.report()
+
+    @property
+    def loss_chunking(self) -> str:
+        """Whether the head of a language model is computed in chunks: "on", "not yet: ..." or "off: ..." and why."""
+        if self._loss.head is not None:
+            return str(self._loss.head)
+        return f"off: {'loss_fn computes the loss' if self._options.loss_chunking else 'loss_chunking=False'}"
 
     def state_dict(self) -> dict[str, Any]:
         """What a later run needs to go on in the same way: the sizes chosen, what was verified, skips in a row.

@@ -26,6 +26,7 @@ from wholebatch.errors import (
 )
 from wholebatch.evidence import Witness
 from wholebatch.gradients.precision import one_autocast
+from wholebatch.head_check import HeadCheck
 from wholebatch.loss.advice import (
     bent,
     padding_matters,
@@ -73,6 +74,7 @@ class FirstBatch:
 
     def __init__(self, model: nn.Module, loss: StatedLoss, knife: Knife, device: torch.device) -> None:
         self._model, self._loss, self._knife, self._device = model, loss, knife, device
+        self._head = HeadCheck(model, loss, knife, device)
         host = hugging_face_model(model)
         self._shifted = host is not None and own_count(host) == "tokens after the shift"
         self.form = ""
@@ -89,7 +91,10 @@ class FirstBatch:
 
     def check(self, batch: Any, cut: CutBatch, parameters: Sequence[nn.Parameter]) -> None:
         """Check before a batch is run, as far as that is still to be done."""
-        if cut.unlabelled or (self.verified and self.form):
+        if cut.unlabelled:
+            return
+        self._head.check(cut, parameters)
+        if self.verified and self.form:
             return
         if not self.form:
             self.form = self._learned_form(batch, cut, parameters)

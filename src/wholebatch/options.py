@@ -40,6 +40,7 @@ class Options:
     max_skipped_batches: int
     accumulate_in_fp32: bool
     deterministic: bool | None
+    loss_chunking: bool
 
     def __post_init__(self) -> None:
         size, most = self.micro_batch_size, self.max_skipped_batches
@@ -53,6 +54,8 @@ class Options:
             raise ConfigurationError(f"max_skipped_batches={most!r}: it must be a number of batches, at least 1")
         if not isinstance(self.regroup, bool):
             raise ConfigurationError(f"regroup={self.regroup!r}: it must be True or False")
+        if not isinstance(self.loss_chunking, bool):
+            raise ConfigurationError(f"loss_chunking={self.loss_chunking!r}: it must be True or False")
         if self.collate_fn is not None and not callable(self.collate_fn):
             raise ConfigurationError(f"collate_fn={self.collate_fn!r} is not callable")
         if self.layout is not None and not isinstance(self.layout, BatchLayout):

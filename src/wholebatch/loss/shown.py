@@ -11,6 +11,7 @@ Node = torch.autograd.graph.Node
 _PASSED_OVER = frozenset(
     f"{name}Backward0" for name in ("ToCopy", "View", "UnsafeView", "Alias", "Clone", "Squeeze", "Unsqueeze")
 )
+_SUMS = ("SumBackward0", "LinearCrossEntropyBackward")  # the latter is `chunked`'s
 _MEAN = 1
 """How the graph numbers `reduction="mean"`."""
 
@@ -34,7 +35,7 @@ def shown_denominator(loss: torch.Tensor) -> torch.Tensor | None:
     name = node.name()
     if name.startswith("NllLoss") and getattr(node, "_saved_reduction", None) == _MEAN:
         return _saved(node, "total_weight")
-    if name == "DivBackward0" and (over := _below(node.next_functions[0][0])) and over.name() == "SumBackward0":
+    if name == "DivBackward0" and (over := _below(node.next_functions[0][0])) and over.name() in _SUMS:
         return _saved(node, "other")
     return None
 

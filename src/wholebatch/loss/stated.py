@@ -16,6 +16,7 @@ from torch import nn
 from wholebatch.errors import CountRequiredError, LossFormError, ScalarWithoutCountError
 from wholebatch.facts import LossSum, Number
 from wholebatch.loss.counting import ONLY, Count, Counter
+from wholebatch.loss.head import ChunkedHead
 from wholebatch.loss.hugging_face import forward_loss, hugging_face_model, own_count
 from wholebatch.loss.shown import shown_denominator
 
@@ -55,8 +56,15 @@ class StatedLoss:
         ConfigurationError: `count` is unknown.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, count: Count | None) -> None:
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., Any] | None, count: Count | None, chunked: bool = False
+    ) -> None:
         self._function = _loss_function(model, loss_fn)
+        self.head = ChunkedHead(model) if chunked and loss_fn is None else None
+        """What computes the loss in place of the model where its head may be in chunks; None where it may not."""
+
+        if self.head is not None:
+            self._function = self.head
         host = hugging_face_model(model)
         own = None if host is None else own_count(host)
         # The model's word is taken for the loss the model computes itself; under a loss_fn it tells no more than
@@ -67,6 +75,12 @@ class StatedLoss:
         """The same loss read as a plain sum, to look at its values without a count."""
         other = copy.copy(self)
         other.counter = Counter("sum")
+        return other
+
+    def computed_by(self, function: Callable[[nn.Module, Any], Any]) -> "StatedLoss":
+        """The same loss computed in another way."""
+        other = copy.copy(self)
+        other._function = function
         return other
 
     def __call__(
