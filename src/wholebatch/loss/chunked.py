@@ -17,7 +17,7 @@ from wholebatch.loss.counting import IGNORED_LABEL
 from wholebatch.loss.kernels import Form, Gradients, fused_pass
 
 CHUNK_ROWS = 128
-"""Measured on a CPU (`benchmarks/head.py --rows`): half or twice as many rows are no faster."""
+"""Enough to keep the products busy, few enough for small logits; `benchmarks/head.py --rows` compares others."""
 
 _FULL = (torch.float32, torch.float64)
 

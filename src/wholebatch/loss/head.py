@@ -19,8 +19,8 @@ from wholebatch.loss.counting import IGNORED_LABEL
 from wholebatch.loss.hugging_face import forward_loss, hugging_face_model, own_count
 
 LEAST_LOGITS = 2**23
-"""Rows times vocabulary from which on chunks are never slower on a CPU; at a quarter of it they are, by up to a fifth
-(`benchmarks/head.py --threshold`)."""
+"""Rows times vocabulary from which on chunks were no slower on a CPU in any shape tried; at a quarter of it, it depends
+on the shape (`benchmarks/head.py --threshold`)."""
 
 _ACCELERATOR_ROWS = 1024
 """A GPU needs more rows at once to be busy."""
