@@ -19,7 +19,7 @@ TOLERANCE = 0.02
 REPEATS = 3
 """Micro-batches measured of each size; the fastest counts, since other work on the machine only slows one down."""
 
-DOUBTFUL = 0.8
+DOUBTFUL = 0.95
 """A size slower than this share of a smaller one is measured three times as often before that is believed: work per
 example hardly ever grows with the size, but a busy machine can slow down every measurement of a size."""
 
