@@ -69,14 +69,15 @@ def fitted(timings: Sequence[Timing], default: Cost) -> Cost:
     """The cost with the smallest squared relative error over the faster half of `timings` of each size.
 
     The faster half, because other work on the machine only ever slows a micro-batch down. No term is negative, only
-    terms that the measurements speak of are used, and a micro-batch costs at least half as much beside its tokens as
-    by `default`. Where there are too few of them, the shape is that of `default`.
+    terms that the measurements speak of are used, and a micro-batch costs at least as much beside its tokens as by
+    `default`: few measurements hide that easily, and cuts into single examples would follow. Where there are too few,
+    the shape is that of `default`.
     """
     found, kept = default, list(timings)
     for _ in range(3):
         found = _fitted(kept, default)
         kept = _faster_half(timings, found)
-    least = found.per_token * default.per_micro_batch / default.per_token / 2
+    least = found.per_token * default.per_micro_batch / default.per_token
     return replace(found, per_micro_batch=max(found.per_micro_batch, least))
 
 
