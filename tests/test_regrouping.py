@@ -62,7 +62,7 @@ def examples(seed: int = 0, lengths: list[int] = LENGTHS) -> list[dict[str, Any]
     for length in lengths:
         ids = torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
         labels = torch.randint(0, VOCABULARY, (length,), generator=generator).tolist()
-        rows.append({"input_ids": ids, "labels": [-100, *labels[1:]] if length > 1 else labels})
+        rows.append({"input_ids": ids, "labels": [-100, *labels[1:]]})
     return rows
 
 
@@ -443,7 +443,9 @@ def test_what_was_learned_of_lengths_and_padding_goes_on_in_a_later_run() -> Non
         later.load_state_dict(accumulator.state_dict())
         assert later.state_dict() == accumulator.state_dict()
     assert made[0].state_dict()["padded_lengths"]
-    assert made[1].state_dict()["trims"]["allowed"] == ["right padding of attention_mask, input_ids, labels"]
+    assert made[1].state_dict()["trims"]["allowed"] == [
+        "right padding of attention_mask (0), input_ids (0), labels (-100)"
+    ]
 
 
 def test_evaluation_is_regrouped_too() -> None:

@@ -372,6 +372,16 @@ class GradientAccumulator:
         if not isinstance(state, Mapping) or set(state) != set(self.state_dict()):
             got = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
             raise ConfigurationError(f"this is not the state of a GradientAccumulator: it holds {got}")
+        before = self.state_dict()
+        try:
+            self._take(state)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            self._take(before)
+            raise ConfigurationError(
+                f"this is not the state of a GradientAccumulator: {type(error).__name__}: {error}"
+            ) from error
+
+    def _take(self, state: Mapping[str, Any]) -> None:
         sizing = dict(state["sizing"])
         if sizing.pop("kind") == type(self._sizing).__name__:
             self._sizing.load_state_dict(sizing)

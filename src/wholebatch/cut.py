@@ -69,6 +69,12 @@ class MicroBatch:
         """Whether it is known to hold nothing that the loss is a mean over."""
         return bool(self.counts) and not any(self.counts.values())
 
+    def parts(self, limit: int | None) -> "list[MicroBatch]":
+        """In parts of at most `limit` examples, not counted: what a collator has made longer than was expected."""
+        if limit is None or self.num_examples <= limit:
+            return [self]
+        return [self.part(first, first + limit) for first in range(0, self.num_examples, limit)]
+
     def part(self, first: int, last: int) -> "MicroBatch":
         """Some of its rows, not counted."""
         rows = self.rows[first:last]
@@ -122,9 +128,10 @@ class Trims:
     allowed: set[str] = field(default_factory=set)
     refused: set[str] = field(default_factory=set)
 
-    def asked(self, kind: str) -> bool:
-        """Whether that is known."""
-        return kind in self.allowed or kind in self.refused
+    def settle(self, kind: str, holds: bool) -> None:
+        """Note what a check has found."""
+        self.allowed.discard(kind)
+        (self.allowed if holds else self.refused).add(kind)
 
     def state_dict(self) -> dict[str, list[str]]:
         """What was found."""
@@ -166,12 +173,8 @@ class Knife:
 
     def split(self, micro_batch: MicroBatch, limit: int | None) -> Iterator[MicroBatch]:
         """`micro_batch` in parts of at most `limit` examples. What was collated is never collated again."""
-        if limit is None or micro_batch.num_examples <= limit:
-            yield micro_batch
-            return
-        for first in range(0, micro_batch.num_examples, limit):
-            part = micro_batch.part(first, first + limit)
-            yield replace(part, counts=self.counts([part])[0])
+        for part in micro_batch.parts(limit):
+            yield part if part is micro_batch else replace(part, counts=self.counts([part])[0])
 
     def counts(self, parts: Sequence[MicroBatch]) -> list[dict[str, float]]:
         """The counts of `parts`, by term, on the host."""
@@ -262,7 +265,8 @@ class Knife:
             tokens, longest = padded_units(piece.whole), max(own[place] for place in places)
             if isinstance(piece, Piece):
                 self.padded.learn(longest, -(-tokens // size))
-            parts.append(MicroBatch(piece, range(size), places, start, lengths[places[0]], tokens))
+            part = MicroBatch(piece, range(size), places, start, max(1, tokens // size), tokens)
+            parts += part.parts(sizing.limit(part.length))
             real = _plus(real, piece, [own[place] for place in places] if holds_tokens(batch[places[0]]) else None)
             start += size
         return parts, real
@@ -287,7 +291,7 @@ class Knife:
         with same_random_state(torch.device("cpu")), suppress(Exception):  # some take no single example
             collate = spared(collate_fn)
             for place in places:
-                self.padded.learn_first(own[place], padded_units(collate([batch[place]])))
+                self.padded.learn_first(own[place], padded_units(collate([spared(batch[place])])))
 
 
 def by_length(lengths: Sequence[int]) -> Sequence[int]:
@@ -311,9 +315,9 @@ def _plus(real: int | None, piece: Piece | FlatPiece, own: Sequence[int] | None)
     return real + sum(min(length, width) for length in own)
 
 
-def spared(collate_fn: CollateFunction) -> CollateFunction:
-    """A copy of a collator that keeps state (its own generator), so that a check does not move it on."""
+def spared(thing: Any) -> Any:
+    """A copy of an example, or of a collator, that a check may change: some collators do, and keep state."""
     try:
-        return copy.deepcopy(collate_fn)
+        return copy.deepcopy(thing)
     except Exception:  # noqa: BLE001  not everything can be copied, and then it is used as it is
-        return collate_fn
+        return thing

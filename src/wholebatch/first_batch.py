@@ -107,15 +107,15 @@ class FirstBatch:
                 self._verify(batch, cut, parameters)
 
     def may_trim(self, cut: CutBatch, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether more padding of this batch may be left out than before, so that it is to be cut again.
+        """Whether more, or less, padding of this batch may be left out than before, so that it is to be cut again.
 
         Raises:
             LossNotAdditiveError: The loss is divided by the padded length.
         """
-        if not cut.untried or cut.unlabelled or len(cut.micro_batches) == 1:
+        if cut.unlabelled or len(cut.micro_batches) == 1:
             return False
         most = MOST_EXAMPLES if max(cut.sizes) > 1 else 2
-        return self._trims.check(cut.untried, most, lambda sample: self._witnessed(sample, parameters, self._loss))
+        return self._trims.check(cut, most, lambda sample: self._witnessed(sample, parameters, self._loss))
 
     # ---- The form ----
 
@@ -350,6 +350,8 @@ class FirstBatch:
             "tries": self._tries,
             "batches": self._batches,
             "next_try": self._next_try,
+            "trim_batches": self._trims.batches,
+            "trim_next_try": self._trims.next_try,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -358,6 +360,7 @@ class FirstBatch:
         self._untold, self._undecided = frozenset(state["untold"]), bool(state["undecided"])
         self._tries, self._batches = int(state["tries"]), int(state["batches"])
         self._next_try = int(state["next_try"])
+        self._trims.batches, self._trims.next_try = int(state["trim_batches"]), int(state["trim_next_try"])
 
 
 def _in_either_mode(evaluate: Callable[[bool], T]) -> T:

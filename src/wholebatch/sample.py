@@ -266,8 +266,8 @@ def _collated(
     if whole is None:
         examples = [[batch[place] for place in part] for part in parts_of(rows)]
         numbers = iter(range(sum(map(len, examples))))
-        together = collate([example for part in examples for example in part])
-        parts = [collate(part) for part in examples]
+        together = collate([spared(example) for part in examples for example in part])
+        parts = [collate([spared(example) for example in part]) for part in examples]
         return Sample(
             together, layout, [[next(numbers) for _ in part] for part in examples], collated=(together, *parts)
         )
@@ -280,8 +280,8 @@ def _collated(
 def _made_at_random(collate: CollateFunction, examples: list[Any]) -> Any:
     """What a collator makes of the examples if it never makes the same twice, or draws random numbers; else None."""
     before = drawn_so_far()
-    whole = collate(list(examples))
-    return None if drawn_so_far() == before and _equal(whole, collate(list(examples))) else whole
+    whole, again = (collate([spared(example) for example in examples]) for _ in range(2))
+    return None if drawn_so_far() == before and _equal(whole, again) else whole
 
 
 def _trimmed(parts: Sequence[Any], whole: Any) -> list[Any]:

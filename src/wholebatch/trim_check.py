@@ -6,12 +6,12 @@ let a zero-initialised head pass anything.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from wholebatch.batch.layout import Piece
 from wholebatch.batch.trimming import Padding
-from wholebatch.cut import Knife
+from wholebatch.cut import CutBatch, Knife
 from wholebatch.errors import LossNotAdditiveError, PaddingKeptWarning
 from wholebatch.evidence import Witness
 from wholebatch.loss.verified import OTHER_SEED, Evidence, judge
@@ -25,7 +25,7 @@ AGREE = 1e-3
 
 
 class TrimCheck:
-    """Checks each kind of padding the first time it could be left out; again later where a batch says nothing.
+    """Checks each kind of padding the first time it could be left out, and again in the 2nd, 4th, 8th, ... batch.
 
     Args:
         knife: Whose `trims` hold what was found.
@@ -35,28 +35,34 @@ class TrimCheck:
 
     def __init__(self, knife: Knife, shifted: bool) -> None:
         self._knife, self._shifted = knife, shifted
-        self._batches, self._next = 0, 1
+        self.batches, self.next_try = 0, 1
 
-    def check(self, untried: Sequence[tuple[Piece, Padding]], most: int, witnessed: Witnessed) -> bool:
-        """Check what has not been tried; whether anything more may be trimmed now.
+    def check(self, cut: CutBatch, most: int, witnessed: Witnessed) -> bool:
+        """Check what has not been tried, and now and then what has; whether the batch is to be cut again.
 
         Raises:
             LossNotAdditiveError: The loss is divided by the padded length.
         """
-        self._batches += 1
-        if self._batches < self._next:
+        used = [(m.piece, m.padding) for m in cut.micro_batches if m.padding is not None and isinstance(m.piece, Piece)]
+        if not used and not cut.untried:
             return False
-        self._next = 2 * self._batches
-        before = len(self._knife.trims.allowed)
-        for piece, padding in untried:
-            if self._knife.trims.asked(padding.kind):
+        self.batches += 1
+        due = self.batches >= self.next_try
+        again = self.batches.bit_count() == 1  # the 2nd, 4th, 8th, ...: models and losses change
+        trims, changed = self._knife.trims, False
+        for piece, padding in {p.kind: (one, p) for one, p in [*cut.untried, *used]}.values():
+            allowed = padding.kind in trims.allowed
+            if padding.kind in trims.refused or not (again if allowed else due):
                 continue
             sample = trimmed_sample(piece, padding, min(most, MOST_EXAMPLES), self._knife, self._shifted)
             holds = None if sample is None else self._holds(sample, padding, witnessed)
-            if holds is not None:
-                (self._knife.trims.allowed if holds else self._knife.trims.refused).add(padding.kind)
-                self._next = self._batches + 1
-        return len(self._knife.trims.allowed) > before
+            if holds is None:
+                continue
+            trims.settle(padding.kind, holds)
+            changed |= holds != allowed
+        if due and not changed:
+            self.next_try = 2 * self.batches
+        return changed
 
     def _holds(self, sample: Sample, padding: Padding, witnessed: Witnessed) -> bool | None:
         """None where the sample cannot tell."""
@@ -71,12 +77,15 @@ class TrimCheck:
                 return True
             kept, _ = witnessed(replace(sample, collated=()))
         except Exception as error:  # noqa: BLE001  a model of one fixed length
-            return None if is_out_of_memory(error) else False
+            if is_out_of_memory(error):
+                return None
+            warnings.warn(_kept(padding, f"it fails with {type(error).__name__}"), PaddingKeptWarning, stacklevel=6)
+            return False
         if not judge(kept).holds:
             return False  # that is the count's business, not that of the padding
         if _follows_the_width(evidence, sample, padding):
             raise LossNotAdditiveError(_divided_by_the_width(padding))
-        warnings.warn(_kept(padding), PaddingKeptWarning, stacklevel=6)
+        warnings.warn(_kept(padding, "the loss or its gradient is another"), PaddingKeptWarning, stacklevel=6)
         return False
 
 
@@ -105,10 +114,10 @@ def _divided_by_the_width(padding: Padding) -> str:
     )
 
 
-def _kept(padding: Padding) -> str:
+def _kept(padding: Padding, what: str) -> str:
     return (
-        f"micro-batches keep the {padding.kind}: with it left out, the loss or its gradient is another. The model sees "
-        "the padding, or numbers positions from the edge of the batch. The result is exact; it takes longer than it "
-        "need. Way out: give the model the mask, or position_ids; or pass a list of unpadded examples and a "
-        "collate_fn. With regroup=False nothing is tried."
+        f"micro-batches keep the {padding.kind}: with it left out, {what}. The model sees the padding, or numbers "
+        "positions from the edge of the batch. The result is exact; it takes longer than it need. Way out: give the "
+        "model the mask, or position_ids; or pass a list of unpadded examples and a collate_fn. With regroup=False "
+        "nothing is tried."
     )

@@ -11,28 +11,54 @@ from typing import Any
 
 import torch
 
-from wholebatch.batch.containers import leaves, tensors
+from wholebatch.batch.containers import is_array, leaves, tensors
+
+_WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 MOST_ANCHORS = 64
 """Pairs of lengths that are remembered; more are not needed to tell what a collator does."""
 
 
 def example_length(example: Any) -> int:
-    """Length of an example before collation: of its longest field of one dimension, else of its longest text; or 1."""
-    fields = list(leaves(example))
-    lengths = [len(f) for f in fields if isinstance(f, (torch.Tensor, list)) and getattr(f, "ndim", 1) == 1]
-    return max(lengths, default=0) or max((len(f) for f in fields if isinstance(f, str)), default=0) or 1
+    """Length of an example before collation; 1 if it has none.
+
+    That of `input_ids` if it has them, else of its longest row of whole numbers, else of its longest row, or text.
+    """
+    rows = _rows(example)
+    return max((len(row) for row in rows), default=0) or 1
 
 
 def holds_tokens(example: Any) -> bool:
     """Whether `example_length` counts tokens of it."""
-    return any(isinstance(f, (torch.Tensor, list)) and getattr(f, "ndim", 1) == 1 for f in leaves(example))
+    return any(not isinstance(row, str) for row in _rows(example))
+
+
+def _rows(example: Any) -> list[Any]:
+    """What the length of an example is the length of: the longest of these."""
+    if isinstance(example, Mapping) and _is_row(ids := example.get("input_ids")):
+        return [ids]
+    fields = list(leaves(example))
+    rows = [field for field in fields if _is_row(field)]
+    return [row for row in rows if _of_whole_numbers(row)] or rows or [f for f in fields if isinstance(f, str)]
+
+
+def _is_row(field: Any) -> bool:
+    return field.ndim == 1 if is_array(field) else isinstance(field, (list, tuple)) and len(field) > 0
+
+
+def _of_whole_numbers(row: Any) -> bool:
+    if isinstance(row, torch.Tensor):
+        return not row.is_floating_point() and not row.is_complex()
+    return row.dtype.kind in "iu" if is_array(row) else isinstance(row[0], int)
 
 
 def padded_units(batch: Any) -> int:
-    """Padded tokens in a collated batch: elements of its largest integer tensor `(examples, length)`, or rows."""
+    """Padded tokens in a collated batch; its rows where it holds no tokens.
+
+    Elements of its largest tensor of whole numbers `(examples, length)`, or `(examples, choices, length)`.
+    """
     shapes = [tensor.shape for tensor in tensors(batch) if tensor.ndim >= 1]
-    tokens = [t.numel() for t in tensors(batch) if t.ndim == 2 and not t.is_floating_point()]
+    tokens = [t.numel() for t in tensors(batch) if t.ndim in (2, 3) and t.dtype in _WHOLE_NUMBERS]
     return max(tokens or [shape[0] for shape in shapes], default=1)
 
 

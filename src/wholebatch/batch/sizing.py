@@ -150,6 +150,9 @@ class SizeSearch:
     _capped_at: int = 0
     """Where the search ended because batches were too small for the next size: the largest such batch; else 0."""
 
+    _first: int = 0
+    """The smallest size tried: that of the longest example at the beginning."""
+
     _warm: bool = False
     _base: int | None = None
     _bytes: ByteModel = field(default_factory=ByteModel)
@@ -186,8 +189,9 @@ class SizeSearch:
         return self._trials(lengths)
 
     def _trials(self, lengths: Sequence[int]) -> list[int]:
+        self._first = self._first or _power_of_two(lengths[0])
         sizes = [] if self._warm else [1]
-        at, level = len(sizes), self._next_level(lengths[0])
+        at, level = len(sizes), self._next_level()
         last, planned = level, Counter[int]()
         while at < len(lengths):
             size = max(1, level // lengths[at])
@@ -196,14 +200,14 @@ class SizeSearch:
             sizes.append(size)
             at, last = at + size, level
             planned[level] += 1
-            if planned[level] + len(self._timings.get(level, ())) == self._wanted(level):
+            while planned[level] + len(self._timings.get(level, ())) >= self._wanted(level):
                 level *= 2
         return sizes
 
-    def _next_level(self, longest: int) -> int:
+    def _next_level(self) -> int:
         """The smallest of the sizes that are still to be measured."""
         unfinished = [level for level in self._timings if len(self._timings[level]) < self._wanted(level)]
-        return min(unfinished, default=2 * max(self._timings) if self._timings else _power_of_two(longest))
+        return min(unfinished, default=2 * max(self._timings) if self._timings else self._first)
 
     def observe(
         self, size: int, length: int, tokens: int, seconds: float, base_bytes: int | None, peak_bytes: int | None
@@ -217,11 +221,10 @@ class SizeSearch:
             self._warm = True
             return
         level = _power_of_two(size * length)
-        measured = self._timings.setdefault(level, [])
-        if size != max(1, level // length) or len(measured) >= self._wanted(level):
-            if not measured:
-                del self._timings[level]
+        measured = self._timings.get(level, [])
+        if level < self._first or size != max(1, level // length) or len(measured) >= self._wanted(level):
             return  # a rest, a part of what turned out too large, or measured often enough
+        self._timings[level] = measured
         measured.append(Timing(tokens, tokens / size, max(seconds, 1e-9)))
         if len(measured) >= REPEATS:
             self._rates, self._fit = self._measured()

@@ -6,7 +6,7 @@ by their shapes, and anything doubtful leaves the batch as it is: only an end-to
 (`first_batch`) can say that nothing else depends on them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,8 +41,8 @@ class Padding:
     tokens: int
     """What the mask leaves in, over all examples."""
 
-    fields: frozenset[str]
-    """The fields that have these columns, by path."""
+    fields: Mapping[str, str]
+    """The fields that have these columns, by path, each with the value that it holds in the padding."""
 
     multiple: int = 1
     """What micro-batches' widths are rounded up to."""
@@ -62,9 +62,10 @@ class Padding:
 
     @property
     def kind(self) -> str:
-        """What trimming does, in words: from which side, in which fields."""
+        """What trimming does, in words: from which side, in which fields, and what stands there."""
         sides = [side for side, cut in (("left", self.before), ("right", self.behind)) if any(cut)]
-        return f"{' and '.join(sides)} padding of {', '.join(sorted(self.fields))}"
+        fields = (f"{path} ({value})" for path, value in sorted(self.fields.items()))
+        return f"{' and '.join(sides)} padding of {', '.join(fields)}"
 
     def _rounded(self, length: int) -> int:
         return min(self.width, rounded_up(max(length, 1), self.multiple))
@@ -85,12 +86,31 @@ def padding_of(piece: Piece, multiple: int = 1) -> Padding | None:
         return None
     before = real.long().argmax(dim=1)
     behind = real.flip(1).long().argmax(dim=1)
-    if not _holds_only_padding(piece.whole, "", fields, before, width - behind):
+    found: dict[str, str] = {}
+    if not _only_padding(piece.whole, "", fields, _Columns(before, width - behind), found):
         return None
-    return Padding(width, before.tolist(), behind.tolist(), int(real.sum()), fields, multiple)
+    return Padding(width, before.tolist(), behind.tolist(), int(real.sum()), found, multiple)
 
 
-def trimmed(batch: Any, columns: slice, fields: frozenset[str], path: str = "") -> Any:
+@dataclass(frozen=True)
+class _Columns:
+    """The columns that each example needs: from `start` to before `stop`."""
+
+    start: torch.Tensor
+    stop: torch.Tensor
+
+    def outside(self, field: torch.Tensor) -> torch.Tensor:
+        """What a field holds in the other columns."""
+        columns = torch.arange(field.shape[1])
+        return field[(columns < self.start[:, None]) | (columns >= self.stop[:, None])]
+
+    def first_after_padding(self, field: torch.Tensor) -> torch.Tensor:
+        """What a field holds where an example begins behind padding."""
+        rows = self.start.nonzero().flatten()
+        return field[rows, self.start[rows]]
+
+
+def trimmed(batch: Any, columns: slice, fields: Collection[str], path: str = "") -> Any:
     """The same containers with `fields` narrowed to these columns; contiguous, as `labels.view(-1)` needs it."""
     if path in fields:
         return batch[:, columns].contiguous()
@@ -139,18 +159,26 @@ def _fields_of_width(piece: Piece, width: int) -> frozenset[str] | None:
     return frozenset(found)
 
 
-def _holds_only_padding(value: Any, path: str, fields: frozenset[str], start: torch.Tensor, stop: torch.Tensor) -> bool:
-    """Whether the fields of one number a token hold one value only outside the mask; labels, only ignored ones."""
+def _only_padding(value: Any, path: str, fields: Collection[str], columns: _Columns, found: dict[str, str]) -> bool:
+    """Whether fields hold nothing but one value outside their columns, which goes into `found`.
+
+    Labels hold only ignored ones there, and where an example begins behind padding too: a model that predicts the next
+    label would predict that one from the padding.
+    """
     if path in fields:
-        if value.ndim != 2 or value.shape[0] != len(start):  # features of tokens; positions that all examples share
-            return True
-        if value.device.type != "cpu":
+        if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
             return False
-        columns = torch.arange(value.shape[1])
-        outside = value[(columns < start[:, None]) | (columns >= stop[:, None])]
-        if path.rpartition(".")[2] in LABELS:
-            return bool((outside == IGNORED_LABEL).all())
-        return path.rpartition(".")[2] in NUMBERED or bool((outside == outside[:1]).all())
+        name, shared = path.rpartition(".")[2], value.shape[0] != len(columns.start)
+        if name in NUMBERED or shared:
+            found[path] = "any"
+            return True
+        outside = columns.outside(value)
+        if not bool((outside == outside.flatten()[:1]).all()):
+            return False
+        found[path] = f"{outside.flatten()[0].item():g}" if outside.numel() else ""
+        ignored = name in LABELS or found[path] == str(IGNORED_LABEL)
+        begins = columns.first_after_padding(value)
+        return not ignored or bool((outside == IGNORED_LABEL).all() and (begins == IGNORED_LABEL).all())
     if not any(field.startswith(f"{path}." if path else "") for field in fields):
         return True
-    return all(_holds_only_padding(child, its_path, fields, start, stop) for child, its_path in children(value, path))
+    return all(_only_padding(child, its_path, fields, columns, found) for child, its_path in children(value, path))

@@ -81,7 +81,7 @@ class Measurer:
     ) -> None:
         self._evaluate, self._differentiate = evaluate, differentiate
         self._all, self._few = parameters, looked_at(parameters)
-        sizes = torch.tensor([sketch_size(parameter) for parameter in self._few])
+        sizes = torch.tensor([sketch_size(parameter) for parameter in self._few], dtype=torch.long)
         self._places = torch.arange(len(sizes)).repeat_interleave(sizes)
 
     def __call__(
