@@ -176,8 +176,9 @@ def compare(
         >>> def loss_fn(model, batch):
         ...     return torch.nn.functional.mse_loss(model(batch["x"]), batch["y"])
         >>> def build(candidate):
+        ...     size, regroup = candidate.micro_batch_size, candidate.regroup
         ...     return wb.GradientAccumulator(
-        ...         model, loss_fn, count="examples", micro_batch_size=candidate.micro_batch_size, regroup=candidate.regroup
+        ...         model, loss_fn, count="examples", micro_batch_size=size, regroup=regroup
         ...     )
         >>> batches = [{"x": torch.randn(4, 3), "y": torch.randn(4, 1)} for _ in range(3)]
         >>> comparison = compare(build, batches, candidates_for(4))
@@ -372,7 +373,7 @@ class _Course:
         call = self._tried(entrant, batch)
         peak = None if call is None else call.report.peak_memory_bytes
         if self._budget is not None and peak is not None and peak > self._budget:
-            entrant.problem = f"does not fit: {_mebibytes(peak)} of {_mebibytes(self._budget)}"
+            entrant.problem = f"does not fit: {peak / MIB:,.0f} of {_mebibytes(self._budget)}"
         return call
 
     def _tried(self, entrant: _Entrant, batch: Any) -> _Call | None:
@@ -411,7 +412,7 @@ def _device(accumulator: GradientAccumulator) -> torch.device:
 
 @contextmanager
 def _traceless(model: nn.Module, parameters: Sequence[nn.Parameter], device: torch.device) -> Iterator[None]:
-    """Afterwards `.grad`, buffers, attributes and random state are what they were; inside, no parameter has a `.grad`."""
+    """Afterwards `.grad`, buffers, attributes and random state are as before; inside, no parameter has a `.grad`."""
     with modules_kept(model), same_random_state(device), SetAside(parameters) as aside:
         aside.discard()
         yield

@@ -74,7 +74,9 @@ def free_folder(named: Path | None, prefix: str, results: Collection[str]) -> Pa
     folder = named or _free_folder(prefix)
     there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigurationError(f"output={str(folder)!r}: {str(there)!r} is no folder to write to; name another folder")
+        raise ConfigurationError(
+            f"output={str(folder)!r}: {str(there)!r} is no folder to write to; name another folder"
+        )
     held = [name for name in results if (folder / name).exists()]
     if held or _holds_a_run(folder):
         raise ConfigurationError(f"output={str(folder)!r} holds {held[0] if held else 'a run'}; name another folder")
