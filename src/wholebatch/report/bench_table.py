@@ -29,7 +29,7 @@ def table(comparison: Comparison) -> Table:
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), width=WIDTH)
     for heading in HEADINGS:
         shown.add_column(heading, justify="left" if heading == "candidate" else "right", no_wrap=True)
-    shown.add_column(f"\n{unit(comparison)} per second", ratio=1)
+    shown.add_column(f"{unit(comparison)}\nper second", ratio=1)
     fastest = max((one.figures.speed for one in comparison.results if one.figures is not None), default=1.0)
     for result in comparison.results:
         best = result is comparison.recommended
@@ -41,7 +41,7 @@ def _speed(result: Result, fastest: float) -> Table | Text:
     if result.figures is None:
         return Text(result.problem or "")
     line = Table.grid(expand=True, padding=(0, 1, 0, 0))
-    line.add_column(width=8, justify="right")
+    line.add_column(width=len(f"{fastest:,.0f}"), justify="right")
     line.add_column(ratio=1)
     line.add_row(f"{result.figures.speed:,.0f}", Bar(fastest, 0, result.figures.speed))
     return line
