@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,6 +107,18 @@ def test_times_and_rates_belong_together() -> None:
         assert figures.seconds.median < bench.time.perf_counter() - started
         assert figures.examples_per_second == pytest.approx(4 / figures.seconds.median)
         assert figures.speed == figures.tokens_per_second == pytest.approx(12 / figures.seconds.median)
+
+
+def test_steadiness_compares_the_rates_of_the_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three batches of 12, 24 and 12 tokens in 1, 2 and 4 seconds: twice 12 tokens per second, then 3."""
+    clock = iter([0.0, 9.0, 0.0, 9.0, 0.0, 1.0, 10.0, 12.0, 20.0, 24.0])
+    data = [batch for lengths in ([4], [4], [8], [4]) for batch in batches(1, 3 * lengths)]
+    monkeypatch.setattr("wholebatch.accumulation.time", SimpleNamespace(perf_counter=lambda: 0.0))
+    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    [result] = compare(builder(Model()), data, [Candidate("all", 3, regroup=False)]).results
+    assert result.figures is not None
+    assert result.figures.seconds == Spread(2.0, 1.0, 4.0)
+    assert (result.figures.tokens_per_second, result.figures.steadiness) == (12.0, 0.25)
 
 
 def test_without_tokens_examples_are_counted() -> None:
@@ -381,6 +394,7 @@ def result(name: str, speed: float, peak: int | None, regroup: bool = True) -> R
         seconds=Spread(1.0, 1.0, 1.0),
         examples_per_second=0.0,
         tokens_per_second=speed,
+        steadiness=1.0,
         peak_bytes=peak,
     )
     return Result(Candidate(name, 1, regroup), figures)

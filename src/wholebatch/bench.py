@@ -78,6 +78,9 @@ class Figures:
     tokens_per_second: float | None
     """The same for tokens that are no padding."""
 
+    steadiness: float
+    """The slowest batch's rate by that of the fastest: 1 where the machine did nothing else."""
+
     peak_bytes: int | None
     """The most memory in the batch that warms up, above what was in use before it: the gradients and one micro-batch.
     Resident memory of the process on a CPU, allocated bytes on an accelerator; None where it cannot be known."""
@@ -119,6 +122,11 @@ class Comparison:
     reason: str
     """Why, in words."""
 
+    @property
+    def steadiness(self) -> float:
+        """The median of the candidates': far below 1, the machine was busy, and close figures say little."""
+        return statistics.median([one.figures.steadiness for one in self.results if one.figures is not None] or [1.0])
+
 
 def candidates_for(batch_size: int) -> tuple[Candidate, ...]:
     """Sizes 1, 2, 4, ... up to the batch in order of arrival and by length, and `"auto"`.
@@ -152,8 +160,8 @@ def compare(
     """Measure candidates on the same batches, interleaved in random order; nothing is trained by it.
 
     Parameters, buffers, `.grad` and random state end as they were. Each candidate warms up on the first batch, smaller
-    sizes first: a size that would exceed the budget, by the line through the two sizes before it, is not tried. Memory
-    is measured then, as only what is given back before is seen to be needed, and asking for it anew takes time.
+    sizes first: one that would exceed the budget, by the line through the two sizes before it, is not tried. Memory is
+    measured then, from an emptied allocator, which takes time of its own.
 
     Args:
         build: Makes a new accumulator for a candidate; all of the same model, loss function and collator.
@@ -176,14 +184,12 @@ def compare(
         >>> def loss_fn(model, batch):
         ...     return torch.nn.functional.mse_loss(model(batch["x"]), batch["y"])
         >>> def build(candidate):
-        ...     size, regroup = candidate.micro_batch_size, candidate.regroup
-        ...     return wb.GradientAccumulator(
-        ...         model, loss_fn, count="examples", micro_batch_size=size, regroup=regroup
-        ...     )
+        ...     size = candidate.micro_batch_size
+        ...     return wb.GradientAccumulator(model, loss_fn, count="examples", micro_batch_size=size)
         >>> batches = [{"x": torch.randn(4, 3), "y": torch.randn(4, 1)} for _ in range(3)]
-        >>> comparison = compare(build, batches, candidates_for(4))
-        >>> [result.figures.num_micro_batches for result in comparison.results[:3]]
-        [4, 2, 1]
+        >>> comparison = compare(build, batches, [Candidate("2", 2), Candidate("4", 4)])
+        >>> [result.figures.num_micro_batches for result in comparison.results]
+        [2.0, 1.0]
     """
     if len(batches) < 2:
         raise ConfigurationError(f"batches: {len(batches)}, and two are needed at least: the first one warms up")
@@ -279,6 +285,8 @@ def _figures(calls: Sequence[_Call], peak_bytes: int | None) -> Figures:
     reports, seconds = [call.report for call in calls], [call.seconds for call in calls]
     real, padded = ([getattr(one, name) for one in reports] for name in ("real_tokens", "padded_tokens"))
     known = None not in real
+    by_example = [one.num_examples / time for one, time in zip(reports, seconds, strict=True)]
+    rates = [tokens / time for tokens, time in zip(real, seconds, strict=True)] if known else by_example
     return Figures(
         num_micro_batches=statistics.fmean(one.gradient_accumulation_steps for one in reports),
         largest_examples=max(max(one.micro_batch_sizes) for one in reports),
@@ -286,14 +294,11 @@ def _figures(calls: Sequence[_Call], peak_bytes: int | None) -> Figures:
         real_tokens=sum(real) if known else None,
         padded_tokens=sum(padded) if known else None,
         seconds=Spread(statistics.median(seconds), min(seconds), max(seconds)),
-        examples_per_second=_rate([one.num_examples for one in reports], seconds),
-        tokens_per_second=_rate(real, seconds) if known else None,
+        examples_per_second=statistics.median(by_example),
+        tokens_per_second=statistics.median(rates) if known else None,
+        steadiness=min(rates) / max(rates),
         peak_bytes=peak_bytes,
     )
-
-
-def _rate(amounts: Sequence[int], seconds: Sequence[float]) -> float:
-    return statistics.median(amount / time for amount, time in zip(amounts, seconds, strict=True))
 
 
 def _same_kind(one: Candidate, other: Candidate) -> bool:

@@ -48,7 +48,7 @@ def _refuse(message: str) -> None:
 
 
 def command_line() -> "App":
-    """The commands and their options; the options of `train` are the fields of its settings."""
+    """The commands and their options; those of `train` are the fields of its settings, and `bench` has some of them."""
     from cyclopts import App, Parameter
 
     app = App(
@@ -58,6 +58,13 @@ def command_line() -> "App":
         default_parameter=Parameter(converter=_exactly, negative=()),
         suppress_keyboard_interrupt=False,
     )
+    _add_train(app)
+    _add_bench(app)
+    return app
+
+
+def _add_train(app: "App") -> None:
+    from cyclopts import Parameter
 
     @app.command
     @_with_options(OPTIONS)
@@ -94,6 +101,10 @@ def command_line() -> "App":
 
         sys.exit(run(settings, Console(), resume).exit_code)
 
+
+def _add_bench(app: "App") -> None:
+    from cyclopts import Parameter
+
     @app.command
     @_with_options(OF_A_BATCH)
     def bench(
@@ -123,8 +134,6 @@ def command_line() -> "App":
         from wholebatch.training.bench_run import bench as run
 
         run(settings, Console(), batches, output)
-
-    return app
 
 
 def _with_options(names: Iterable[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -21,6 +21,7 @@ def measured(name: str, size: int, regroup: bool, speed: float, peak: int) -> Re
         seconds=Spread(0.5, 0.25, 0.75),
         examples_per_second=1.0,
         tokens_per_second=speed,
+        steadiness=1.0,
         peak_bytes=peak * MIB,
     )
     return Result(Candidate(name, size, regroup), figures)

@@ -20,7 +20,7 @@ HEADINGS = (
 
 UNMEASURED = "–"
 
-WIDTH = 98
+WIDTH = 100
 """Columns of the table."""
 
 

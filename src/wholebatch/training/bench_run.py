@@ -36,6 +36,10 @@ FIGURES, PAGE = "bench.json", "bench.html"
 """What is written into the folder."""
 
 
+STEADY = 0.8
+"""Below this, what the batches of one candidate say of its speed is too far apart to compare it with others."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BenchReport:
     """What was measured, and with what."""
@@ -223,6 +227,11 @@ def conclusion(report: BenchReport, folder: Path) -> str:
     lines = [f"recommended: {best.candidate.name}, {report.comparison.reason}", f"to use it: {report.advice}"]
     if not best.candidate.regroup:
         lines.append("(wholebatch train always puts examples of like length together; the line is for your own loop)")
+    if (steadiness := report.comparison.steadiness) < STEADY:
+        lines.append(
+            f"the machine was busy: from batch to batch, the speed of one cut differs {1 / steadiness:.1f}-fold. "
+            f"Measure again when it is idle, or with --batches {3 * report.num_batches}"
+        )
     return "\n".join([*lines, f"written: {folder / PAGE}, {folder / FIGURES}"])
 
 
