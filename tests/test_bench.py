@@ -2,8 +2,10 @@
 
 import math
 import random
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -439,3 +441,11 @@ def test_a_batch_that_comes_to_nothing_is_refused() -> None:
 
     with pytest.raises(ConfigurationError, match="a batch to measure with came to nothing"):
         compare(builder(Model(), infinite), batches(), [Candidate("all", 4, regroup=False)])
+
+
+def test_the_example_in_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """The block of docs/speed.md, as it stands there."""
+    text = (Path(__file__).parent.parent / "docs" / "speed.md").read_text(encoding="utf-8")
+    [block] = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    exec(block, {})
+    assert re.match(r"Candidate\(name='.*?', micro_batch_size=.*\) (the fastest|within 2%)", capsys.readouterr().out)
