@@ -203,21 +203,6 @@ def test_nothing_of_the_model_is_changed() -> None:
     assert random.getstate() == states[1]
 
 
-def test_gradients_are_emptied_between_candidates() -> None:
-    """Each backward starts without a gradient, also where there was one before."""
-    model, seen = Model(), []
-    model.head.bias.grad = torch.ones(7)
-
-    def watched(model: nn.Module, batch: dict[str, Tensor]) -> wb.LossSum:
-        if len(batch["ids"]) == 4:  # the whole batch: its one micro-batch finds no gradient
-            seen.append(model.head.bias.grad)
-        return loss_fn(model, batch)
-
-    compare(builder(model, watched), batches(), [Candidate("one", 1), Candidate("all", 4, regroup=False)])
-    assert len(seen) >= 3
-    assert set(seen) == {None}
-
-
 def test_ctrl_c_leaves_nothing_behind() -> None:
     model = Model()
     gradient = model.head.bias.grad = torch.ones(7)
