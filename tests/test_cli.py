@@ -1,5 +1,7 @@
 """The command line: what it accepts, what it refuses, and how."""
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -11,10 +13,11 @@ from typing import Any
 
 import pytest
 
+import wholebatch.training.bench_run as bench_run
 import wholebatch.training.recipe as recipe
 from wholebatch.cli import main
 from wholebatch.errors import MemoryBudgetError
-from wholebatch.training.settings import TrainingSettings
+from wholebatch.training.settings import OF_A_BATCH, TrainingSettings
 
 GIVEN: dict[str, Any] = {
     "data": ("texts/*.txt", "more 😀"),
@@ -89,7 +92,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[TrainingSettings]:
 
 def test_help_does_not_import_torch() -> None:
     """Help answers at once: neither torch nor transformers is loaded for it."""
-    for arguments in (["--help"], ["train", "--help"], ["--version"]):
+    for arguments in (["--help"], ["train", "--help"], ["bench", "--help"], ["--version"]):
         command = [sys.executable, "-c", LIST_WHAT_IS_LOADED, *arguments]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         assert (result.returncode, result.stderr.strip()) == (0, "[]")
@@ -323,3 +326,114 @@ def test_version_is_the_installed_one(
 ) -> None:
     monkeypatch.setattr("importlib.metadata.version", {"wholebatch": "1.2.3"}.__getitem__)
     assert wholebatch("--version") == (0, "1.2.3\n", "")
+
+
+# ---- bench ----
+
+Benched = list[tuple[TrainingSettings, int, Path | None]]
+
+
+@pytest.fixture
+def benched(monkeypatch: pytest.MonkeyPatch) -> Benched:
+    """What `bench` was called with; nothing is measured."""
+    calls: Benched = []
+    monkeypatch.setattr(bench_run, "bench", lambda settings, _, *rest: calls.append((settings, *rest)))
+    return calls
+
+
+def test_help_lists_bench_with_the_options_of_a_batch(
+    wholebatch: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    assert re.search(r"bench +Measure speed and memory of your model and text", wholebatch("--help")[1])
+    code, out, _ = wholebatch("bench", "--help")
+    listed = {name.replace("-", "_") for name in re.findall(r"--([a-z-]+)", re.sub(r"needs --[a-z-]+", "", out))}
+    assert code == 0
+    assert {*OF_A_BATCH, "batches", "output", "config"} <= listed
+    assert not listed & {"micro_batch_size", "learning_rate", "epochs", "output_dir", "track", "resume", "streaming"}
+    assert re.search(r"--batches .*\[default: 3\]", out)
+
+
+def test_each_option_reaches_the_bench(
+    wholebatch: Callable[..., tuple[int, str, str]], benched: Benched, tmp_path: Path
+) -> None:
+    given = {name: value for name, value in GIVEN.items() if name in OF_A_BATCH}
+    assert set(given) == set(OF_A_BATCH)
+    options = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", *_words(value))]
+    assert wholebatch("bench", *options, "--batches", "7", "--output", "there") == (0, "", "")
+    assert benched == [(TrainingSettings(**given), 7, Path("there"))]
+    (tmp_path / "run.toml").write_text("max_steps = 9\nglobal_batch_size = 8\n")
+    wholebatch("bench", "--config", str(tmp_path / "run.toml"), "--packing", "off")
+    assert benched[1] == (TrainingSettings(max_steps=9, global_batch_size=8, packing="off"), 3, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--micro-batch-size", "4"], "--micro-batch-size"),
+        (["--batches", "2.5"], "2.5"),
+        (["--batches", "0"], "batches=0"),
+        (["--global-batch-size", "0"], "global_batch_size=0"),
+        (["--memory-budget", "7"], "below 1 MiB"),
+        (["--data", "no/such/place"], "no/such/place"),
+        (["--output", "file"], "output='file'"),
+    ],
+)
+def test_bad_input_to_bench_is_refused_and_leaves_nothing(
+    wholebatch: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: list[str],
+    complaint: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    code, _, err = wholebatch("bench", *arguments)
+    assert code == 2
+    assert complaint in err
+    assert "Traceback" not in err
+    assert os.listdir() == ["file"]
+
+
+def tiny(folder: Path) -> list[str]:
+    """Options of a bench of seconds."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 16} | sizes))
+    (folder / "lines.txt").write_text("\n".join(f"{n} binds names " * (1 + n % 3) for n in range(40)))
+    given = {"data": "lines.txt", "documents": "line", "model": "config.json", "vocabulary-size": 300, "seed": 1}
+    given |= {"context-length": 16, "global-batch-size": 2, "threads": 1, "batches": 1}
+    return ["bench", *(part for name, value in given.items() for part in (f"--{name}", str(value)))]
+
+
+def test_bench_measures_and_prints_what_to_use(
+    wholebatch: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The whole command on a tiny model."""
+    monkeypatch.chdir(tmp_path)
+    code, out, err = wholebatch(*tiny(tmp_path))
+    assert (code, err) == (0, "")
+    for name in ("1 in order", "whole batch", "1 by length", "2 by length", "auto"):
+        assert re.search(rf"^ *(→ )?{name} +\d.*█", out, re.MULTILINE)
+    assert max(map(len, out.partition("recommended")[0].splitlines())) <= 100
+    assert re.search(
+        r"^recommended: \w+.*\nto use it: (wholebatch train .*--micro-batch-size \w+|wb\.Grad.*)$", out, re.M
+    )
+    assert {file.name for file in Path("runs/bench-1").iterdir()} == {"bench.html", "bench.json"}
+
+
+def test_bench_stopped_by_ctrl_c_leaves_nothing_behind(
+    wholebatch: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In the middle of the measurement."""
+    monkeypatch.chdir(tmp_path)
+    arguments = tiny(tmp_path)
+    before = sorted(os.listdir())
+
+    def interrupted(*_: object, say: Callable[[str], None], **__: object) -> None:
+        say("1 in order: warming up")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_run, "compare", interrupted)
+    code, _, err = wholebatch(*arguments)
+    assert (code, err) == (130, "wholebatch: interrupted\n")
+    assert sorted(os.listdir()) == before

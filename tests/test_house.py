@@ -29,7 +29,7 @@ EXPORTED = {
     "WholeBatchError",
     "whole_batches",
 }
-HEAVY = ("accelerate", "cyclopts", "datasets", "lightning", "peft", "rich", "tokenizers", "transformers")
+HEAVY = ("accelerate", "cyclopts", "datasets", "lightning", "peft", "plotly", "rich", "tokenizers", "transformers")
 
 
 def shown(file: Path) -> str:

@@ -6,21 +6,21 @@ runs, so that `wholebatch --help` answers at once.
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from wholebatch.errors import ConfigurationError, WholeBatchError
-from wholebatch.training.settings import OPTIONS, TrainingSettings, read_toml, recorded, settings_of
+from wholebatch.training.settings import OF_A_BATCH, OPTIONS, TrainingSettings, read_toml, recorded, settings_of
 from wholebatch.training.versions import installed_version
 
 if TYPE_CHECKING:
     from cyclopts import App
 
 _OF_THE_EXTRA = {
-    "cyclopts", "datasets", "peft", "rich", "safetensors", "tensorboardX", "tokenizers", "transformers",
+    "cyclopts", "datasets", "peft", "plotly", "rich", "safetensors", "tensorboardX", "tokenizers", "transformers",
 }  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def _refuse(message: str) -> None:
 
 
 def command_line() -> "App":
-    """The commands and their options; the options of `train` are the fields of its settings."""
+    """The commands and their options; those of `train` are the fields of its settings, and `bench` has some of them."""
     from cyclopts import App, Parameter
 
     app = App(
@@ -58,9 +58,16 @@ def command_line() -> "App":
         default_parameter=Parameter(converter=_exactly, negative=()),
         suppress_keyboard_interrupt=False,
     )
+    _add_train(app)
+    _add_bench(app)
+    return app
+
+
+def _add_train(app: "App") -> None:
+    from cyclopts import Parameter
 
     @app.command
-    @_with_options
+    @_with_options(OPTIONS)
     def train(
         *,
         config: Annotated[
@@ -94,18 +101,54 @@ def command_line() -> "App":
 
         sys.exit(run(settings, Console(), resume).exit_code)
 
-    return app
+
+def _add_bench(app: "App") -> None:
+    from cyclopts import Parameter
+
+    @app.command
+    @_with_options(OF_A_BATCH)
+    def bench(
+        *,
+        batches: Annotated[int, Parameter(group="Measurement", help="Batches measured, after one to warm up.")] = 3,
+        output: Annotated[
+            Path | None,
+            Parameter(
+                group="Measurement",
+                help="Folder for bench.json and bench.html; the next free one of runs/bench-1, ... if not named.",
+            ),
+        ] = None,
+        config: Annotated[
+            Path | None, Parameter(group="Measurement", help="TOML file with options of train; flags override it.")
+        ] = None,
+        **flags: Any,
+    ) -> None:
+        """Measure speed and memory of your model and text at each micro-batch size, side by side; trains nothing.
+
+        The options are those of train, and so are model and text without options.
+        """
+        given = {name: value for name, value in flags.items() if value is not None}
+        settings = settings_of({} if config is None else read_toml(config), given)
+
+        from rich.console import Console
+
+        from wholebatch.training.bench_run import bench as run
+
+        run(settings, Console(), batches, output)
 
 
-def _with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command one flag for each setting, in its group; None where a flag is not given."""
+def _with_options(names: Iterable[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command one flag for each of these settings, in its group; None where a flag is not given."""
+    return lambda command: _having_options(command, names)
+
+
+def _having_options(command: Callable[..., None], names: Iterable[str]) -> Callable[..., None]:
     from cyclopts import Parameter
 
     signature = inspect.signature(command)
     own = [one for one in signature.parameters.values() if one.kind is inspect.Parameter.KEYWORD_ONLY]
     kinds: Mapping[str, Any] = get_type_hints(TrainingSettings)
     options = []
-    for name, option in OPTIONS.items():
+    for name, option in ((name, OPTIONS[name]) for name in names):
         parameter = Parameter(
             group=option.metadata["group"],
             help=option.metadata["help"],

@@ -5,7 +5,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from wholebatch.training import checkpoint
 from wholebatch.training.checkpoint import CheckpointError
 from wholebatch.training.course import Course
 from wholebatch.training.data import Corpus
-from wholebatch.training.model import save_model
+from wholebatch.training.model import autocast, save_model
 from wholebatch.training.order import Drawn, Position, Source, batches, mixed
 from wholebatch.training.progress import TrainingProgress
 from wholebatch.training.run_log import RunLog
@@ -140,9 +140,7 @@ class Training:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """For bfloat16 and float16."""
-        if self.settings.dtype not in ("bfloat16", "float16"):
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=getattr(torch, self.settings.dtype))
+        return autocast(self.settings, self.device)
 
     def _stepped(self) -> float:
         """Clip, step, and return the gradient's norm before it was clipped; no step if that is not finite."""

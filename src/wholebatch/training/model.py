@@ -3,7 +3,7 @@
 import copy
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +241,13 @@ def save_model(model: nn.Module, folder: Path) -> None:
         model = copy.deepcopy(model).merge_and_unload()  # type: ignore[operator]
     with _quiet():
         model.save_pretrained(folder)  # type: ignore[operator]
+
+
+def autocast(settings: TrainingSettings, device: torch.device) -> AbstractContextManager[Any]:
+    """For bfloat16 and float16; the parameters stay as they are."""
+    if settings.dtype not in ("bfloat16", "float16"):
+        return nullcontext()
+    return torch.autocast(device.type, dtype=getattr(torch, settings.dtype))
 
 
 def adamw(model: nn.Module, rate: float, weight_decay: float) -> torch.optim.AdamW:

@@ -60,6 +60,7 @@ FIXED = (
 class Resumed:
     """A run that is gone on with, as of its newest checkpoint."""
 
+    folder: Path
     checkpoint: Path
     state: dict[str, Any]
     settings: TrainingSettings
@@ -83,10 +84,7 @@ def train(settings: TrainingSettings, console: Console, resume: Path | None = No
             example exceeds the memory budget, or no update came of ten batches in a row.
     """
     started = time.perf_counter()
-    # A small model gains little from more threads, and loses much where another program holds a core: the threads wait
-    # for each other, spinning.
-    torch.set_num_threads(settings.threads or max(1, (os.cpu_count() or 2) // 2))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_of(settings)
     budget = budget_bytes(settings.memory_budget, device)
     folder = new_run_folder(settings.output_dir) if resume is None else resume
     settings = _findable(replace(settings, output_dir=folder))
@@ -104,9 +102,7 @@ def _trained(
     started: float,
 ) -> RunReport:
     resumed = None if resume is None else _resumed(folder, settings, console)
-    corpus = _corpus(settings, folder, resumed)
-    model = _model(settings, corpus, folder, resumed, console).to(device)
-    corpus = packed(corpus, _packing(settings, model, device, resumed))
+    corpus, model = prepared(settings, device, console, resumed)
     training = _training(settings, corpus, model, device, budget, resumed, console)
     _record(settings, corpus, model, folder, anew=resumed is None)
     resumed_at = None if resumed is None else training.position.updates
@@ -125,6 +121,27 @@ def _trained(
         with training.progress:
             training.run(stop)
         return _concluded(training, facts, stop, started, console)
+
+
+def device_of(settings: TrainingSettings) -> torch.device:
+    """Where to train: the GPU if there is one. Sets the threads of torch."""
+    # A small model gains little from more threads, and loses much where another program holds a core: the threads wait
+    # for each other, spinning.
+    torch.set_num_threads(settings.threads or max(1, (os.cpu_count() or 2) // 2))
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def prepared(
+    settings: TrainingSettings, device: torch.device, console: Console, resumed: Resumed | None = None
+) -> tuple[Corpus, nn.Module]:
+    """The text as examples, and the model on its device, as training begins with them.
+
+    Raises:
+        ConfigurationError: The data or the model cannot be right.
+    """
+    corpus = _corpus(settings, resumed)
+    model = _model(settings, corpus, console, resumed).to(device)
+    return packed(corpus, _packing(settings, model, device, resumed)), model
 
 
 def _findable(settings: TrainingSettings) -> TrainingSettings:
@@ -157,7 +174,7 @@ def _resumed(folder: Path, settings: TrainingSettings, console: Console) -> Resu
         )
     given = BEFORE_RECORDED | state["settings"]
     before = TrainingSettings(**{name: typed(name, value, str(newest)) for name, value in given.items()})
-    resumed = Resumed(newest, state, before)
+    resumed = Resumed(folder, newest, state, before)
     changed = {name: (getattr(before, name), getattr(settings, name)) for name in OPTIONS if name != "output_dir"}
     changed = {name: pair for name, pair in changed.items() if pair[0] != pair[1]}
     if wrong := sorted(set(changed) & set(FIXED)):
@@ -172,14 +189,14 @@ def _resumed(folder: Path, settings: TrainingSettings, console: Console) -> Resu
     return resumed
 
 
-def _corpus(settings: TrainingSettings, folder: Path, resumed: Resumed | None) -> Corpus:
-    tokenizer = own_tokenizer(settings) if resumed is None else kept_tokenizer(folder / ORIGIN)
+def _corpus(settings: TrainingSettings, resumed: Resumed | None) -> Corpus:
+    tokenizer = own_tokenizer(settings) if resumed is None else kept_tokenizer(resumed.folder / ORIGIN)
     corpus = load_corpus(_documents(settings), settings, tokenizer)
     if resumed is not None and resumed.state["fingerprint"] != corpus.fingerprint:
         raise ConfigurationError(
-            f"resume={str(folder)!r}: the data is not what it was, so the run's place in it would mean other examples. "
-            "Restore the files, or start a new run from its model: --model "
-            f"{shlex.quote(str(folder / 'last'))}"
+            f"resume={str(resumed.folder)!r}: the data is not what it was, so the run's place in it would mean other "
+            "examples. Restore the files, or start a new run from its model: --model "
+            f"{shlex.quote(str(resumed.folder / 'last'))}"
         )
     return corpus
 
@@ -193,16 +210,14 @@ def _documents(settings: TrainingSettings) -> Iterable[Document]:
     return [Document(text) for text in python_documentation()]
 
 
-def _model(
-    settings: TrainingSettings, corpus: Corpus, folder: Path, resumed: Resumed | None, console: Console
-) -> nn.Module:
+def _model(settings: TrainingSettings, corpus: Corpus, console: Console, resumed: Resumed | None) -> nn.Module:
     if resumed is None:
         model, new = build_model(settings, corpus.objective)
         if new:
             line = f"not in the pretrained weights, so from nothing: {', '.join(new)}"
             console.print(line, highlight=False, soft_wrap=True)
         return model
-    model = rebuilt_model(settings, corpus.objective, folder / ORIGIN)
+    model = rebuilt_model(settings, corpus.objective, resumed.folder / ORIGIN)
     checkpoint.load_model(resumed.checkpoint, model)
     return model
 
@@ -253,6 +268,29 @@ def _saved(folder: Path) -> Iterator[Path]:
         raise CheckpointError(f"{str(folder)!r} could not be saved: {error.strerror}; make room") from error
 
 
+def accumulator_of(
+    settings: TrainingSettings,
+    corpus: Corpus,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    regroup: bool = True,
+) -> wb.GradientAccumulator:
+    """The accumulator of these settings."""
+    return wb.GradientAccumulator(
+        model,
+        corpus.objective.loss_fn,
+        count=corpus.objective.count,
+        optimizer=optimizer,
+        micro_batch_size=settings.micro_batch_size,
+        memory_budget=settings.memory_budget,
+        regroup=regroup,
+        collate_fn=corpus.objective.collate,
+        max_skipped_batches=MOST_BAD_IN_A_ROW,
+        deterministic=None if settings.seed is None else True,
+    )
+
+
 def _training(
     settings: TrainingSettings,
     corpus: Corpus,
@@ -269,17 +307,6 @@ def _training(
     before = None if resumed is None else (resumed.settings, int(resumed.state["total_examples"]))
     course = course_of(settings, None if known is None else len(known), start, before)
     optimizer = adamw(model, learning_rate(settings), settings.weight_decay)
-    accumulator = wb.GradientAccumulator(
-        model,
-        corpus.objective.loss_fn,
-        count=corpus.objective.count,
-        optimizer=optimizer,
-        micro_batch_size=settings.micro_batch_size,
-        memory_budget=settings.memory_budget,
-        collate_fn=corpus.objective.collate,
-        max_skipped_batches=MOST_BAD_IN_A_ROW,
-        deterministic=None if settings.seed is None else True,
-    )
     progress = TrainingProgress(console, course.total_updates, start.updates, corpus.objective.unit, budget)
     scaler = torch.amp.GradScaler(device.type) if settings.dtype == "float16" else None
     training = Training(
@@ -288,7 +315,7 @@ def _training(
         source=source,
         folder=settings.output_dir or Path(),
         device=device,
-        accumulator=accumulator,
+        accumulator=accumulator_of(settings, corpus, model, optimizer),
         optimizer=optimizer,
         schedule=_schedule(settings, course, order, corpus),
         course=course,

@@ -4,7 +4,7 @@ import itertools
 import os
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -65,6 +65,24 @@ def new_run_folder(named: Path | None) -> Path:
     return folder
 
 
+def free_folder(named: Path | None, prefix: str, results: Collection[str]) -> Path:
+    """The folder for new results, the next free one (`runs/bench-1`, say) if none is named. Nothing is made yet.
+
+    Raises:
+        ConfigurationError: It cannot be written to, or holds such results, or a run.
+    """
+    folder = named or _free_folder(prefix)
+    there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigurationError(
+            f"output={str(folder)!r}: {str(there)!r} is no folder to write to; name another folder"
+        )
+    held = [name for name in results if (folder / name).exists()]
+    if held or _holds_a_run(folder):
+        raise ConfigurationError(f"output={str(folder)!r} holds {held[0] if held else 'a run'}; name another folder")
+    return folder
+
+
 def _holds_a_run(folder: Path) -> bool:
     """Whether something would be lost; a run that was refused, or stopped before its first update, left nothing."""
     if checkpoint.newest(folder) is not None or (folder / "last").exists():
@@ -75,5 +93,6 @@ def _holds_a_run(folder: Path) -> bool:
         return False
 
 
-def _free_folder() -> Path:
-    return next(folder for number in itertools.count(1) if not (folder := Path("runs", str(number))).exists())
+def _free_folder(prefix: str = "") -> Path:
+    numbered = (Path("runs", f"{prefix}{number}") for number in itertools.count(1))
+    return next(folder for folder in numbered if not folder.exists())

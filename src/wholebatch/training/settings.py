@@ -188,6 +188,14 @@ OPTIONS: Mapping[str, "dataclasses.Field[Any]"] = {one.name: one for one in data
 """Every option by name."""
 
 
+OF_A_BATCH = (
+    "data", "documents", "text_column", "label_column", "context_length", "packing", "validation_fraction",
+    "objective", "model", "vocabulary_size", "lora", "dropout", "dtype",
+    "global_batch_size", "memory_budget", "seed", "threads",
+)  # fmt: skip
+"""The options that decide what a batch is and what it costs, but for how it is cut."""
+
+
 def option_groups() -> dict[str, list[str]]:
     """The names of the options by group, in order."""
     groups: dict[str, list[str]] = {}

@@ -1,0 +1,1 @@
+"""What was measured, for readers: tables on a terminal, pages that open without a network."""
