@@ -11,7 +11,14 @@ from torch.nn import functional as F
 
 import wholebatch as wb
 from oracle.one_pass import adamw, copied_gradients, distance, one_pass, trained
-from wholebatch.errors import BatchStatisticsWarning, LossNotAdditiveError, PaddingKeptWarning
+from wholebatch.batch.lengths import example_length, holds_tokens
+from wholebatch.errors import (
+    BatchStatisticsWarning,
+    ConfigurationError,
+    LossNotAdditiveError,
+    LossNotVerifiedWarning,
+    PaddingKeptWarning,
+)
 
 pytestmark = pytest.mark.smoke
 
@@ -392,6 +399,165 @@ def test_positions_that_all_examples_share_are_trimmed_too() -> None:
     assert distance(found, copied_gradients(model)) < 1e-12
 
 
+# ---- What is right in one batch, and not in a later one ----
+
+
+def exact_in_each(
+    loss_fn: Callable[[nn.Module, Batch], wb.LossSum], batches: list[Batch], positions: str = "none", size: int = 3
+) -> tuple[list[int], list[type[Warning]]]:
+    """Each batch's gradient is that of one pass; returns the padded tokens of each, and the warnings."""
+    model = built(positions)
+    accumulator = wb.GradientAccumulator(model, loss_fn, micro_batch_size=size)
+    tokens, given = [], []
+    for batch in batches:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            tokens.append(accumulator.backward(batch).padded_tokens)
+        given += [warning.category for warning in caught]
+        found = copied_gradients(model)
+        model.zero_grad()
+        loss = loss_fn(model, batch)
+        (loss.sum / loss.count).backward()
+        assert distance(found, copied_gradients(model)) < 1e-12
+        model.zero_grad()
+    return tokens, given
+
+
+def shifted_loss(model: nn.Module, batch: Batch) -> wb.LossSum:
+    logits, labels = model(batch["input_ids"], batch["attention_mask"])[:, :-1], batch["labels"][:, 1:]
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return wb.LossSum(loss, (labels != -100).sum())
+
+
+def test_a_first_token_that_is_predicted_from_the_padding_keeps_it() -> None:
+    """On the left, after the shift: in one pass it is predicted, and trimmed to its own width it would not be."""
+    masked, bare = (collate(rows, left=True, to=20) for rows in BATCHES[:2])
+    first = torch.tensor([20 - length for length in LENGTHS])
+    bare["labels"][torch.arange(len(LENGTHS)), first] = 7
+    tokens, _ = exact_in_each(shifted_loss, [masked, bare], "from the mask")
+    assert tokens[0] < 14 * len(LENGTHS)
+    assert tokens[1] == 20 * len(LENGTHS)
+
+
+def weighted(model: nn.Module, batch: Batch) -> wb.LossSum:
+    """Weights in the padding count too; so do features."""
+    logits = model(batch["input_ids"], batch["attention_mask"])
+    extra = batch.get("features", torch.zeros(*logits.shape[:2], 1)).double().sum(-1)
+    scores = logits.logsumexp(-1) * batch["weights"] + extra * logits[..., 0].mean(1, keepdim=True)
+    return wb.LossSum(scores.sum(), batch["weights"].sum())
+
+
+@pytest.mark.parametrize("field", ["weights", "features"])
+def test_padding_that_holds_something_else_later_is_checked_anew(field: str) -> None:
+    batches = []
+    for rows, value in zip(BATCHES[:2], (0.0, 1.0), strict=True):
+        batch = collate(rows, to=20)
+        real = batch["attention_mask"].double()
+        batch |= {"weights": real, "features": torch.zeros(len(LENGTHS), 20, 2).double()}
+        padding = (1 - real) * value
+        batch[field] = batch[field] + (padding if field == "weights" else padding[..., None])
+        batches.append(batch)
+    tokens, given = exact_in_each(weighted, batches)
+    assert tokens[0] < 14 * len(LENGTHS)
+    assert tokens[1] == 20 * len(LENGTHS)
+    assert PaddingKeptWarning in given
+
+
+def test_a_model_that_begins_to_see_the_padding_is_found_out_in_the_2nd_4th_8th_batch() -> None:
+    model = built("none")
+    accumulator = wb.GradientAccumulator(model, token_loss, micro_batch_size=3)
+    padded = [collate(rows, to=20) for rows in BATCHES]
+    assert accumulator.backward(padded[0]).padded_tokens < 20 * len(LENGTHS)
+    model.positions = "blind"
+    with pytest.warns(PaddingKeptWarning):
+        assert accumulator.backward(padded[1]).padded_tokens == 20 * len(LENGTHS)
+
+
+def test_a_model_that_sees_padding_in_training_only_is_found_out() -> None:
+    class InTraining(Reader):
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> torch.Tensor:
+            logits = super().forward(input_ids, attention_mask)
+            return logits + logits.mean(1, keepdim=True) if self.training else logits
+
+    torch.manual_seed(0)
+    accumulator = wb.GradientAccumulator(InTraining().double(), token_loss, micro_batch_size=3)
+    with pytest.warns(PaddingKeptWarning):
+        assert accumulator.backward(collate(BATCHES[0], to=20)).padded_tokens == 20 * len(LENGTHS)
+
+
+def test_dropout_does_not_stand_in_the_way() -> None:
+    class WithDropout(Reader):
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> torch.Tensor:
+            return F.dropout(super().forward(input_ids, attention_mask), 0.1, self.training)
+
+    torch.manual_seed(0)
+    accumulator = wb.GradientAccumulator(WithDropout().double(), token_loss, micro_batch_size=3)
+    assert accumulator.backward(collate(BATCHES[0], to=20)).padded_tokens < 20 * len(LENGTHS)
+
+
+def test_the_checks_go_on_where_they_stood_in_a_later_run() -> None:
+    """So that a run that is resumed makes the cut that it would have made."""
+    padded = [collate(examples(seed), to=20) for seed in range(6)]
+
+    def sizes(resumed_at: int | None) -> list[tuple[int, ...]]:
+        made, found = wb.GradientAccumulator(built(), token_loss, deterministic=True, micro_batch_size=3), []
+        for number, batch in enumerate(padded):
+            if number == resumed_at:
+                state = made.state_dict()
+                made = wb.GradientAccumulator(built(), token_loss, deterministic=True, micro_batch_size=3)
+                made.load_state_dict(state)
+            found.append(made.backward(batch).micro_batch_sizes)
+        return found
+
+    assert sizes(3) == sizes(1) == sizes(None)
+
+
+# ---- Collators that are not well-behaved ----
+
+
+@pytest.mark.parametrize("kind", ["pops with a default", "appends"])
+def test_a_collator_that_changes_its_examples_does_so_once(kind: str) -> None:
+    """What is collated for a check are copies."""
+
+    def changing(rows: list[dict[str, Any]]) -> Batch:
+        for row in rows:
+            if kind == "appends":
+                row["input_ids"].append(1)
+                row["labels"].append(2)
+        weights = torch.tensor([row.pop("weight", 1.0) for row in rows]).double()
+        return collate(rows) | {"weight": weights}
+
+    def loss_fn(model: nn.Module, batch: Batch) -> wb.LossSum:
+        logits = model(batch["input_ids"], batch["attention_mask"])
+        scores = (logits.logsumexp(-1) * batch["attention_mask"]).sum(1)
+        return wb.LossSum((scores * batch["weight"]).sum(), batch["weight"].sum())
+
+    def fresh() -> list[dict[str, Any]]:
+        return [{**row, "weight": 1.0 + i} for i, row in enumerate(examples(0))]
+
+    model = built()
+    wb.GradientAccumulator(model, loss_fn, collate_fn=changing, micro_batch_size=3).backward(fresh())
+    found = copied_gradients(model)
+    model.zero_grad()
+    loss = loss_fn(model, changing(fresh()))
+    (loss.sum / loss.count).backward()
+    assert distance(found, copied_gradients(model)) < 1e-12
+
+
+def test_a_collator_that_cannot_be_called_again_is_not_verified_and_says_so() -> None:
+    def popping(rows: list[dict[str, Any]]) -> Batch:
+        return collate([{"input_ids": row.pop("input_ids"), "labels": row.pop("labels")} for row in rows])
+
+    model = built()
+    accumulator = wb.GradientAccumulator(model, token_loss, collate_fn=popping, micro_batch_size=3)
+    with pytest.warns(LossNotVerifiedWarning, match="cannot be called again"):
+        accumulator.backward(examples(0))
+    found = copied_gradients(model)
+    model.zero_grad()
+    token_mean(model, collate(examples(0))).backward()
+    assert distance(found, copied_gradients(model)) < 1e-12
+
+
 # ---- Lengths ----
 
 
@@ -470,3 +636,72 @@ def test_compiled_models_get_few_widths() -> None:
             return rows
 
     assert shape_multiple(model, Collator()) == 8
+
+
+@pytest.mark.parametrize(
+    ("example", "length", "tokens"),
+    [
+        ({"input_ids": [1, 2, 3], "vector": torch.zeros(768)}, 3, True),
+        ({"ids": torch.arange(4), "vector": torch.zeros(768)}, 4, True),
+        ((torch.arange(5), torch.tensor(1)), 5, True),
+        (((1, 2, 3, 4, 5, 6), 0), 6, True),
+        ({"text": "seven !"}, 7, False),
+        ({"sound": torch.zeros(8)}, 8, True),
+        (torch.tensor(1.0), 1, False),
+    ],
+)
+def test_what_the_length_of_an_example_is(example: Any, length: int, tokens: bool) -> None:
+    assert (example_length(example), holds_tokens(example)) == (length, tokens)
+
+
+def test_numpy_rows_have_a_length_too() -> None:
+    numpy = pytest.importorskip("numpy")
+    assert example_length({"ids": numpy.arange(5), "vector": numpy.zeros(9)}) == 5
+
+
+def test_what_turns_out_longer_than_expected_is_split() -> None:
+    """The first example of each batch is one whose collated length nothing has told: 10 characters, 400 tokens."""
+
+    def made(texts: list[str]) -> Batch:
+        rows = [{"input_ids": [3] * (400 if "!" in t else len(t))} for t in texts]
+        return collate([{**row, "labels": row["input_ids"]} for row in rows])
+
+    model = built()
+    accumulator = wb.GradientAccumulator(model, token_loss, collate_fn=made, deterministic=True)
+    accumulator.backward(["a" * 10] * 40)
+    model.zero_grad()
+    texts = ["a" * 10] * 39 + ["a" * 9 + "!"]
+    report = accumulator.backward(texts)
+    assert max(report.micro_batch_sizes) == 1
+    found = copied_gradients(model)
+    model.zero_grad()
+    token_mean(model, made(texts)).backward()
+    assert distance(found, copied_gradients(model)) < 1e-12
+
+
+def test_a_state_that_is_none_changes_nothing() -> None:
+    accumulator = wb.GradientAccumulator(built(), token_loss, micro_batch_size=3)
+    accumulator.backward(collate(BATCHES[0], to=20))
+    state = accumulator.state_dict()
+    for name, wrong in (("trims", {}), ("padded_lengths", [[1]]), ("first_batch", {})):
+        broken = {**state, "skipped_in_a_row": 7, name: wrong}
+        with pytest.raises(ConfigurationError, match="not the state"):
+            accumulator.load_state_dict(broken)
+        assert accumulator.state_dict() == state
+
+
+def test_examples_of_several_pieces_are_named_by_their_place_in_the_batch() -> None:
+    """As a loader's batches of other widths come, one after another."""
+    from wholebatch.batch.layout import BatchPieces
+
+    def loss_fn(model: nn.Module, batch: Batch) -> wb.LossSum:
+        loss = token_loss(model, batch)
+        bad = (batch["input_ids"] == VOCABULARY - 1).any()
+        return wb.LossSum(torch.where(bad, loss.sum * float("nan"), loss.sum), loss.count)
+
+    rows = [{**row, "input_ids": [min(i, VOCABULARY - 2) for i in row["input_ids"]]} for row in BATCHES[0]]
+    accumulator = wb.GradientAccumulator(built(), loss_fn, micro_batch_size=2)
+    accumulator.backward(BatchPieces([collate(rows[:5], to=15), collate(rows[5:], to=20)]))
+    rows[8] = {**rows[8], "input_ids": [VOCABULARY - 1] * LENGTHS[8]}
+    report = accumulator.backward(BatchPieces([collate(rows[:5], to=15), collate(rows[5:], to=20)]))
+    assert report.bad_examples == (8,)

@@ -144,6 +144,8 @@ class GradientAccumulator:
         self._judge = Judge(on_bad_batch, max_skipped_batches)
         self._meter, self._buffers = peak_meter(self._device), MovingBuffers(model)
         self._watched_hooks: frozenset[int] = frozenset()
+        # Whatever is compiled may be run by CUDA graphs; a loss_fn may be compiled without showing it.
+        self._replayed = self._device.type == "cuda" or hasattr(model, "_orig_mod")
 
     def backward(self, batch: Any, grad_scaler: Scaler | None = None) -> StepReport:
         """Add the whole batch's gradient to `.grad`.
@@ -188,7 +190,7 @@ class GradientAccumulator:
         scale: torch.Tensor | None,
         started: float,
     ) -> StepReport:
-        ran, totals, divisor = [], Totals(self._device), self._divisors.of(cut, self._first_batch.form)
+        ran, totals, divisor = [], Totals(self._device, self._replayed), self._divisors.of(cut, self._first_batch.form)
         fp32 = Fp32Sums(parameters if self._options.accumulate_in_fp32 else ())
         rows = EmbeddingRows(self.model, wanted=len(cut.micro_batches) > 1)
         in_progress, hooks = InProgress(parameters), accumulation_hooks(parameters) | hooks_on(parameters)

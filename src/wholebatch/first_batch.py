@@ -54,7 +54,7 @@ from wholebatch.loss.verified import (
     proportional,
 )
 from wholebatch.memory.device import is_out_of_memory
-from wholebatch.sample import LOOKED_AT, MOST_EXAMPLES, Sample, choose
+from wholebatch.sample import LOOKED_AT, MOST_EXAMPLES, CannotCollateAgainError, Sample, choose
 from wholebatch.suitability import refuse_unknown_parameters, warn_of_batch_statistics
 from wholebatch.trim_check import TrimCheck
 from wholebatch.undisturbed import undisturbed
@@ -115,7 +115,14 @@ class FirstBatch:
         if cut.unlabelled or len(cut.micro_batches) == 1:
             return False
         most = MOST_EXAMPLES if max(cut.sizes) > 1 else 2
-        return self._trims.check(cut, most, lambda sample: self._witnessed(sample, parameters, self._loss))
+
+        def witnessed(sample: Sample, training: bool = False) -> tuple[Evidence, Witness]:
+            if not training:
+                return self._witnessed(sample, parameters, self._loss)
+            witness = Witness(self._model, self._loss, self._device, parameters, self._shifted, False, autocast=True)
+            return witness.evidence(sample), witness
+
+        return self._trims.check(cut, most, witnessed)
 
     # ---- The form ----
 
@@ -205,12 +212,14 @@ class FirstBatch:
                 self._verify_with(sample, parameters)
                 if sample.num_examples == 2 and not sample.apart:
                     self._verify_with(self._chosen(batch, cut, most, alike=True), parameters, also=True)
+            except CannotCollateAgainError as error:
+                return self._give_up(f"collate_fn cannot be called again on the same examples: {error}")
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
             else:
-                return
-        self._give_up("there was too little memory to evaluate two examples at once")
+                return None
+        return self._give_up("there was too little memory to evaluate two examples at once")
 
     def _chosen(self, batch: Any, cut: CutBatch, most: int, alike: bool = False) -> Sample:
         with undisturbed(self._model, self._device):  # collators draw random numbers

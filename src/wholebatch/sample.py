@@ -255,7 +255,7 @@ def _collated(
 
     What a random collator has made is cut and trimmed instead, since it never makes the same twice.
     """
-    layout, collate = knife.layout or BatchLayout(), spared(collate_fn)
+    layout, collate = knife.layout or BatchLayout(), _again(spared(collate_fn))
     rows: list[_Row] = []
     labelled = [micro_batch for micro_batch in cut.micro_batches if not micro_batch.unlabelled]
     for micro_batch in _spread(labelled, LOOKED_AT):  # long and short ones
@@ -266,8 +266,8 @@ def _collated(
     if whole is None:
         examples = [[batch[place] for place in part] for part in parts_of(rows)]
         numbers = iter(range(sum(map(len, examples))))
-        together = collate([spared(example) for part in examples for example in part])
-        parts = [collate([spared(example) for example in part]) for part in examples]
+        together = collate([example for part in examples for example in part])
+        parts = [collate(part) for part in examples]
         return Sample(
             together, layout, [[next(numbers) for _ in part] for part in examples], collated=(together, *parts)
         )
@@ -277,10 +277,26 @@ def _collated(
     return replace(cut_only, collated=tuple(_trimmed([cut_only.union, *cut_only.parts], whole)))
 
 
+class CannotCollateAgainError(Exception):
+    """A collator takes something off its examples, so that they cannot be collated a second time."""
+
+
+def _again(collate_fn: CollateFunction) -> CollateFunction:
+    """The same for copies of examples that have been collated before."""
+
+    def collate(examples: list[Any]) -> Any:
+        try:
+            return collate_fn([spared(example) for example in examples])
+        except Exception as error:
+            raise CannotCollateAgainError(f"{type(error).__name__}: {error}") from error
+
+    return collate
+
+
 def _made_at_random(collate: CollateFunction, examples: list[Any]) -> Any:
     """What a collator makes of the examples if it never makes the same twice, or draws random numbers; else None."""
     before = drawn_so_far()
-    whole, again = (collate([spared(example) for example in examples]) for _ in range(2))
+    whole, again = (collate(examples) for _ in range(2))
     return None if drawn_so_far() == before and _equal(whole, again) else whole
 
 

@@ -33,8 +33,9 @@ class Reading:
 class Totals:
     """What a step's micro-batches add up to. Holds 0-d detached tensors only, and reads none of them before the end."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, replayed: bool = False) -> None:
+        """Of losses on `device`; `replayed`: their graphs may be replayed, each time into the same memory."""
+        self._device, self._replayed = device, replayed
         self.differentiable = False
         self._values: dict[str, list[torch.Tensor]] = defaultdict(list)
         self._weights: dict[str, list[Number]] = defaultdict(list)
@@ -46,13 +47,17 @@ class Totals:
         """Add one micro-batch's loss."""
         for name, term in loss.terms.items():
             self.differentiable |= term.value.requires_grad
-            self._values[name].append(term.value.detach().clone())
+            self._values[name].append(self._kept(term.value.detach()))
             self._weights[name].append(term.weight)
-            self._counts[name].append(_kept(term.count))
-            self._shown.append(None if term.shown is None else term.shown.clone())
+            self._counts[name].append(self._kept(term.count))
+            self._shown.append(None if term.shown is None else self._kept(term.shown))
         for name, pair in loss.metrics.items():
             total, count = _checked_pair(name, pair)
-            self._metrics[name].append((_kept(total), _kept(count)))
+            self._metrics[name].append((self._kept(total), self._kept(count)))
+
+    def _kept(self, number: Any) -> Any:
+        """A copy, where the next replay of a CUDA graph would overwrite what the last one has put out."""
+        return number.clone() if self._replayed and isinstance(number, torch.Tensor) else number
 
     def read(self) -> Reading:
         """What the host has to know to judge the batch: one host sync."""
@@ -108,11 +113,6 @@ class Totals:
             parts = [torch.as_tensor(number, device=self._device).detach().reshape(()).to(dtype) for number in numbers]
             return torch.stack(parts)
         return torch.tensor(numbers, dtype=dtype, device=self._device)
-
-
-def _kept(number: Number) -> Number:
-    """A copy of a 0-d tensor: the next replay of a CUDA graph overwrites what the last one has put out."""
-    return number.detach().clone() if isinstance(number, torch.Tensor) else number
 
 
 def _checked_pair(name: str, pair: Any) -> tuple[Number, Number]:

@@ -14,11 +14,12 @@ from wholebatch.batch.trimming import Padding
 from wholebatch.cut import CutBatch, Knife
 from wholebatch.errors import LossNotAdditiveError, PaddingKeptWarning
 from wholebatch.evidence import Witness
-from wholebatch.loss.verified import OTHER_SEED, Evidence, judge
+from wholebatch.loss.verified import OTHER_SEED, Evidence, judge, loss_differs
 from wholebatch.memory.device import is_out_of_memory
 from wholebatch.sample import MOST_EXAMPLES, Sample, trimmed_sample
 
-Witnessed = Callable[[Sample], tuple[Evidence, Witness]]
+Witnessed = Callable[..., tuple[Evidence, Witness]]
+"""Of a sample, and whether in the mode of training (by default where that is the only one that works)."""
 
 AGREE = 1e-3
 """How well the loss must follow the padded length for it to be named as what the loss is divided by."""
@@ -70,12 +71,13 @@ class TrimCheck:
             evidence, witness = witnessed(sample)
             if not evidence.conclusive or evidence.blank:
                 return None
-            if judge(evidence).holds:
+            holds = judge(evidence).holds
+            if not holds:
+                noisy = (witness.disturbed(sample, evidence.bits), witness.again(sample, OTHER_SEED))
+                holds = judge(replace(evidence, noisy=noisy)).holds
+            if holds and self._holds_in_training(sample, witnessed):
                 return True
-            noisy = (witness.disturbed(sample, evidence.bits), witness.again(sample, OTHER_SEED))
-            if judge(replace(evidence, noisy=noisy)).holds:
-                return True
-            kept, _ = witnessed(replace(sample, collated=()))
+            kept, _ = witnessed(replace(sample, collated=()), holds)
         except Exception as error:  # noqa: BLE001  a model of one fixed length
             if is_out_of_memory(error):
                 return None
@@ -87,6 +89,12 @@ class TrimCheck:
             raise LossNotAdditiveError(_divided_by_the_width(padding))
         warnings.warn(_kept(padding, "the loss or its gradient is another"), PaddingKeptWarning, stacklevel=6)
         return False
+
+    @staticmethod
+    def _holds_in_training(sample: Sample, witnessed: Witnessed) -> bool:
+        """In the mode of training; nothing can be said there of a model that draws random numbers, as dropout does."""
+        evidence, witness = witnessed(sample, True)
+        return judge(evidence).holds or loss_differs(evidence, witness.again(sample))
 
 
 def _follows_the_width(evidence: Evidence, sample: Sample, padding: Padding) -> bool:

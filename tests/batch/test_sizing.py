@@ -1,5 +1,7 @@
 """How many examples a micro-batch holds."""
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -216,3 +218,20 @@ def test_a_longer_example_than_any_before_is_given_more_room() -> None:
     assert search.limit(100) == 8
     assert search.limit(200) == 2
     assert search.limit(400) == 1
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_search_settles_over_lengths_that_are_never_the_same(seed: int) -> None:
+    """Rests of short examples begin no smaller size that long ones, which come first, could never measure."""
+    generator, search = random.Random(seed), SizeSearch()
+    for number in range(30):
+        lengths = sorted((generator.randint(5, 80) for _ in range(generator.choice([16, 64]))), reverse=True)
+        at = 0
+        for size in search.plan(lengths):
+            search.observe(size, lengths[at], size * lengths[at], 40.0 + size * lengths[at], 0, 0)
+            at += size
+        if search.settled:
+            break
+    assert search.settled
+    assert number < 12
+    assert search.choice >= 128

@@ -98,6 +98,24 @@ def test_a_table_that_is_used_in_another_way_too() -> None:
     assert distance(copied_gradients(model), right) < 1e-12
 
 
+def test_a_table_that_is_used_in_another_way_in_some_micro_batches_only() -> None:
+    """Its gradient is by rows in the others; both parts count."""
+
+    def penalised(model: Bag, batch: dict[str, torch.Tensor]) -> wb.LossSum:
+        total, n = loss_fn(model, batch) * len(batch["labels"]), int((batch["labels"] == 1).sum())
+        return wb.LossSum(total + n * model.table.weight.square().sum() if n else total, len(batch["labels"]))
+
+    data = batch()
+    data["labels"] = data["labels"].sort().values
+    model = Bag().double()
+    loss = penalised(model, data)
+    (loss.sum / loss.count).backward()
+    right = copied_gradients(model)
+    model.zero_grad()
+    wb.GradientAccumulator(model, penalised, micro_batch_size=2).backward(data)
+    assert distance(copied_gradients(model), right) < 1e-12
+
+
 @pytest.mark.parametrize("kind", ["tied", "frozen", "hooked", "small", "counted"])
 def test_what_is_left_alone(kind: str) -> None:
     model = Bag()
