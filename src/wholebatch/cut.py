@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from wholebatch.batch.containers import tensors
+from wholebatch.batch.containers import copied, tensors
 from wholebatch.batch.flattened import FlatPiece, flattened
 from wholebatch.batch.layout import BatchPieces, Piece
 from wholebatch.batch.lengths import PaddedLengths, example_length, holds_tokens, padded_units
@@ -291,7 +291,7 @@ class Knife:
         with same_random_state(torch.device("cpu")), suppress(Exception):  # some take no single example
             collate = spared(collate_fn)
             for place in places:
-                self.padded.learn_first(own[place], padded_units(collate([spared(batch[place])])))
+                self.padded.learn_first(own[place], padded_units(collate([copied(batch[place])])))
 
 
 def by_length(lengths: Sequence[int]) -> Sequence[int]:
@@ -315,9 +315,9 @@ def _plus(real: int | None, piece: Piece | FlatPiece, own: Sequence[int] | None)
     return real + sum(min(length, width) for length in own)
 
 
-def spared(thing: Any) -> Any:
-    """A copy of an example, or of a collator, that a check may change: some collators do, and keep state."""
+def spared(collate_fn: CollateFunction) -> CollateFunction:
+    """A copy of a collator that keeps state (its own generator), so that a check does not move it on."""
     try:
-        return copy.deepcopy(thing)
+        return copy.deepcopy(collate_fn)
     except Exception:  # noqa: BLE001  not everything can be copied, and then it is used as it is
-        return thing
+        return collate_fn

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from wholebatch.batch.containers import leaves, map_tensors
+from wholebatch.batch.containers import copied, leaves, map_tensors
 from wholebatch.batch.flattened import FlatPiece
 from wholebatch.batch.joining import join
 from wholebatch.batch.layout import Piece
@@ -286,7 +286,7 @@ def _again(collate_fn: CollateFunction) -> CollateFunction:
 
     def collate(examples: list[Any]) -> Any:
         try:
-            return collate_fn([spared(example) for example in examples])
+            return collate_fn([copied(example) for example in examples])
         except Exception as error:
             raise CannotCollateAgainError(f"{type(error).__name__}: {error}") from error
 

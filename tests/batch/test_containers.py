@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from batch_sameness import Pair, X, refused, same
-from wholebatch.batch.containers import map_tensors, tensors
+from wholebatch.batch.containers import copied, map_tensors, tensors
 from wholebatch.batch.layout import Piece
 
 
@@ -203,3 +203,22 @@ def test_a_piece_is_freed_with_its_last_reference() -> None:
         assert alive() is None
     finally:
         gc.enable()
+
+
+def test_copies_share_nothing_that_can_be_changed_and_hold_no_more_than_the_example() -> None:
+    """A row of a large tensor is copied as a row."""
+    numpy = pytest.importorskip("numpy")
+    large = torch.zeros(1000, 4)
+    example = {"row": large[3], "ids": [1, 2], "nested": ({"more": [torch.ones(2)]}, "text"), "array": numpy.ones(3)}
+    copy = copied(example)
+    copy["row"].add_(1)
+    copy["ids"].append(3)
+    copy["nested"][0]["more"][0].add_(1)
+    copy["nested"][0]["new"] = 1
+    copy["array"] += 1
+    assert not large.any()
+    assert example["ids"] == [1, 2]
+    assert example["nested"][0].keys() == {"more"}
+    assert example["nested"][0]["more"][0].tolist() == [1, 1]
+    assert example["array"].tolist() == [1, 1, 1]
+    assert copy["row"].untyped_storage().nbytes() == 16

@@ -154,6 +154,23 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], batch: Any) -> Any:
     return container.rebuild(values)
 
 
+def copied(example: Any) -> Any:
+    """The same containers, arrays and lists anew: what is done to the copy is not done to `example`.
+
+    Not `copy.deepcopy`: of a row of a large tensor that copies the large tensor.
+    """
+    if isinstance(example, torch.Tensor):
+        return example.clone()
+    if is_array(example):
+        return example.copy()
+    if not is_container(example):
+        return example
+    if isinstance(example, list) and all_plain(example):
+        return list(example)
+    container = opened(example)
+    return container.rebuild([copied(value) for value in container.values])
+
+
 def tensors(batch: Any) -> Iterator[torch.Tensor]:
     """Every tensor in the batch, in the order of its containers."""
     yield from (leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))

@@ -192,7 +192,7 @@ class SizeSearch:
         self._first = self._first or _power_of_two(lengths[0])
         sizes = [] if self._warm else [1]
         at, level = len(sizes), self._next_level()
-        last, planned = level, Counter[int]()
+        last, planned, total = level, Counter[int](), sum(lengths)
         while at < len(lengths):
             size = max(1, level // lengths[at])
             if size > len(lengths) - at:  # too few are left for this size
@@ -201,6 +201,8 @@ class SizeSearch:
             at, last = at + size, level
             planned[level] += 1
             while planned[level] + len(self._timings.get(level, ())) >= self._wanted(level):
+                if 2 * level * REPEATS > total:
+                    break  # whether larger ones are of use is asked first, as they cost memory
                 level *= 2
         return sizes
 
