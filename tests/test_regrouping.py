@@ -485,6 +485,20 @@ def test_a_model_that_sees_padding_in_training_only_is_found_out() -> None:
         assert accumulator.backward(collate(BATCHES[0], to=20)).padded_tokens == 20 * len(LENGTHS)
 
 
+def test_a_metric_that_counts_columns_keeps_the_padding() -> None:
+    """Loss and gradient are right without it, and the metric is not."""
+
+    def loss_fn(model: nn.Module, batch: Batch) -> wb.LossSum:
+        loss, ids = token_loss(model, batch), batch["input_ids"]
+        return wb.LossSum(loss.sum, loss.count, metrics={"zeros": ((ids == 0).sum(), ids.numel())})
+
+    batch = collate(BATCHES[0], to=20)
+    accumulator = wb.GradientAccumulator(built(), loss_fn, micro_batch_size=3)
+    with pytest.warns(PaddingKeptWarning, match="a metric"):
+        report = accumulator.backward(batch)
+    assert float(report.metrics["zeros"]) == pytest.approx(float((batch["input_ids"] == 0).double().mean()))
+
+
 def test_dropout_does_not_stand_in_the_way() -> None:
     class WithDropout(Reader):
         def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> torch.Tensor:

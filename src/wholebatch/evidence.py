@@ -68,6 +68,12 @@ class Witness:
             pieces = [self._measure(part, size, self._fixed, UNION_SEED) for part, size in pairs]
         return pieces, self._rivals([candidates(part, size, self._shifted) for part, size in pairs])
 
+    def metrics(self, data: Any, size: int) -> dict[str, tuple[float, float]]:
+        """What the loss reports beside itself, for `size` examples."""
+        with self._conditions(), torch.no_grad():
+            loss = self._evaluate(data, as_numbers([self._loss.counter(data, size)])[0], size)
+        return {name: (float(total), float(count)) for name, (total, count) in loss.metrics.items()}
+
     def again(self, sample: Sample, seed: float = UNION_SEED) -> Measured:
         """The sample together once more, with other random numbers, and perhaps from another seed."""
         with self._conditions():

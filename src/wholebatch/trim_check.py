@@ -75,7 +75,7 @@ class TrimCheck:
             if not holds:
                 noisy = (witness.disturbed(sample, evidence.bits), witness.again(sample, OTHER_SEED))
                 holds = judge(replace(evidence, noisy=noisy)).holds
-            if holds and self._holds_in_training(sample, witnessed):
+            if holds and self._holds_in_training(sample, witnessed) and _metrics_hold(sample, witness):
                 return True
             kept, _ = witnessed(replace(sample, collated=()), holds)
         except Exception as error:  # noqa: BLE001  a model of one fixed length
@@ -87,7 +87,7 @@ class TrimCheck:
             return False  # that is the count's business, not that of the padding
         if _follows_the_width(evidence, sample, padding):
             raise LossNotAdditiveError(_divided_by_the_width(padding))
-        warnings.warn(_kept(padding, "the loss or its gradient is another"), PaddingKeptWarning, stacklevel=6)
+        warnings.warn(_kept(padding, "the loss, its gradient or a metric is another"), PaddingKeptWarning, stacklevel=6)
         return False
 
     @staticmethod
@@ -95,6 +95,17 @@ class TrimCheck:
         """In the mode of training; nothing can be said there of a model that draws random numbers, as dropout does."""
         evidence, witness = witnessed(sample, True)
         return judge(evidence).holds or loss_differs(evidence, witness.again(sample))
+
+
+def _metrics_hold(sample: Sample, witness: Witness) -> bool:
+    """Whether the metrics of each part are what they are with its padding."""
+    with_padding = replace(sample, collated=()).parts
+    for kept, trimmed, size in zip(with_padding, sample.parts, sample.sizes, strict=True):
+        right, found = witness.metrics(kept, size), witness.metrics(trimmed, size)
+        pairs = [pair for name in right for pair in zip(right[name], found[name], strict=True)]
+        if any(abs(one - other) > AGREE * max(abs(one), abs(other)) for one, other in pairs):
+            return False
+    return True
 
 
 def _follows_the_width(evidence: Evidence, sample: Sample, padding: Padding) -> bool:
