@@ -1,4 +1,4 @@
-"""Texts of unequal lengths, 64 per update: the same update in a third of the time, with like lengths together.
+"""Texts of unequal lengths, 64 per update: the same update from less than half of the tokens, as little is padded.
 
 Run it with `python examples/lengths.py`; it takes a few seconds on a CPU.
 """
