@@ -84,3 +84,11 @@ def test_huggingface_trains_alike_at_micro_batch_8_and_in_one_pass() -> None:
     assert cut[0][3] == pytest.approx(whole[0][3], rel=1e-5, abs=2e-6)
     assert [row[3] for row in cut] == pytest.approx([row[3] for row in whole], rel=1e-3)
     assert cut[2][2] < cut[0][2]
+
+
+def test_lengths_regroups_to_the_same_gradient_with_less_padding() -> None:
+    printed = printed_by("lengths.py")
+    ratios = [float(ratio) for ratio in re.findall(r"([\d.]+) padded tokens for each real one", printed)]
+    assert ratios[0] > 2
+    assert ratios[1] < 1.1
+    assert "the gradients are the same" in printed

@@ -15,6 +15,7 @@ from wholebatch.batch.lengths import example_length, holds_tokens
 from wholebatch.errors import (
     BatchStatisticsWarning,
     ConfigurationError,
+    CountRequiredError,
     LossNotAdditiveError,
     LossNotVerifiedWarning,
     PaddingKeptWarning,
@@ -497,6 +498,14 @@ def test_a_metric_that_counts_columns_keeps_the_padding() -> None:
     with pytest.warns(PaddingKeptWarning, match="a metric"):
         report = accumulator.backward(batch)
     assert float(report.metrics["zeros"]) == pytest.approx(float((batch["input_ids"] == 0).double().mean()))
+
+
+def test_a_loss_that_fails_anyway_is_not_blamed_on_the_padding() -> None:
+    accumulator = wb.GradientAccumulator(built(), token_mean, micro_batch_size=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(CountRequiredError, match='count="tokens"'):
+            accumulator.backward(collate(BATCHES[0], to=20))
 
 
 def test_dropout_does_not_stand_in_the_way() -> None:

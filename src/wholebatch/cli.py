@@ -124,7 +124,7 @@ def _add_bench(app: "App") -> None:
     ) -> None:
         """Measure speed and memory of your model and text at each micro-batch size, side by side; trains nothing.
 
-        The options are those of train, and so are model and text without options.
+        The options for data, model and batch are those of train; without options, so are model and text.
         """
         given = {name: value for name, value in flags.items() if value is not None}
         settings = settings_of({} if config is None else read_toml(config), given)

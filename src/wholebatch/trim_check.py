@@ -79,8 +79,8 @@ class TrimCheck:
                 return True
             kept, _ = witnessed(replace(sample, collated=()), holds)
         except Exception as error:  # noqa: BLE001  a model of one fixed length
-            if is_out_of_memory(error):
-                return None
+            if is_out_of_memory(error) or _fails(witnessed, replace(sample, collated=())):
+                return None  # whatever is wrong, it is not the padding that is left out
             warnings.warn(_kept(padding, f"it fails with {type(error).__name__}"), PaddingKeptWarning, stacklevel=6)
             return False
         if not judge(kept).holds:
@@ -95,6 +95,14 @@ class TrimCheck:
         """In the mode of training; nothing can be said there of a model that draws random numbers, as dropout does."""
         evidence, witness = witnessed(sample, True)
         return judge(evidence).holds or loss_differs(evidence, witness.again(sample))
+
+
+def _fails(witnessed: Witnessed, sample: Sample) -> bool:
+    try:
+        witnessed(sample)
+    except Exception:  # noqa: BLE001  training will say what it is
+        return True
+    return False
 
 
 def _metrics_hold(sample: Sample, witness: Witness) -> bool:

@@ -147,9 +147,10 @@ def find_labels(micro_batch: Any) -> torch.Tensor:
     found = [fields[name] for name in _LABEL_FIELDS if fields.get(name) is not None]
     if len(found) == 1 and isinstance(found[0], torch.Tensor) and found[0].ndim > 0:
         return found[0]
+    there = f" with the fields {', '.join(map(str, micro_batch))}" if isinstance(micro_batch, Mapping) else ""
     raise CountError(
-        f"the labels to count were not found in a batch of type {type(micro_batch).__name__}: looked for one tensor "
-        f"called {', '.join(_LABEL_FIELDS)}, or the second of a pair. Pass a function instead: "
+        f"the labels to count were not found in a batch of type {type(micro_batch).__name__}{there}: looked for one "
+        f"tensor called {', '.join(_LABEL_FIELDS)}, or the second of a pair. Add it, or pass a function: "
         f"count=lambda micro_batch: (micro_batch[...] != {IGNORED_LABEL}).sum()"
     )
 
