@@ -11,7 +11,11 @@ from torch.nn import functional as F
 
 import wholebatch as wb
 from oracle.one_pass import adamw, copied_gradients, distance, one_pass, trained
-from wholebatch.batch.lengths import example_length, holds_tokens
+from wholebatch.batch.layout import Piece
+from wholebatch.batch.lengths import PaddedLengths, example_length, holds_tokens
+from wholebatch.batch.sizing import FixedSize
+from wholebatch.batch.trimming import padding_of
+from wholebatch.cut import Knife
 from wholebatch.errors import (
     BatchStatisticsWarning,
     ConfigurationError,
@@ -20,6 +24,7 @@ from wholebatch.errors import (
     LossNotVerifiedWarning,
     PaddingKeptWarning,
 )
+from wholebatch.loss.counting import Counter
 
 pytestmark = pytest.mark.smoke
 
@@ -728,3 +733,156 @@ def test_examples_of_several_pieces_are_named_by_their_place_in_the_batch() -> N
     rows[8] = {**rows[8], "input_ids": [VOCABULARY - 1] * LENGTHS[8]}
     report = accumulator.backward(BatchPieces([collate(rows[:5], to=15), collate(rows[5:], to=20)]))
     assert report.bad_examples == (8,)
+
+
+# ---- Details that a change could break without a word ----
+
+
+def test_widths_are_rounded_up_within_the_batch_and_the_update_stays() -> None:
+    """In multiples of 4, or the batch's own 18 columns."""
+    widths: list[int] = []
+
+    def watched(model: nn.Module, batch: Batch) -> wb.LossSum:
+        if model.training:
+            widths.append(batch["input_ids"].shape[1])
+        return token_loss(model, batch)
+
+    model = built("from the mask")
+    accumulator = wb.GradientAccumulator(model, watched, micro_batch_size=2)
+    object.__setattr__(accumulator._knife, "multiple", 4)
+    for left in (False, True):
+        batch = collate(BATCHES[0], left, to=18)
+        accumulator.backward(batch)
+        model.zero_grad()
+        widths.clear()
+        accumulator.backward(batch)
+        assert {width % 4 for width in widths if width != 18} == {0}
+        assert len(set(widths)) > 2
+        found = copied_gradients(model)
+        model.zero_grad()
+        token_mean(model, batch).backward()
+        assert distance(found, copied_gradients(model)) < 1e-12
+        model.zero_grad()
+
+
+def test_lists_are_counted_in_the_multiples_that_the_collator_pads_to() -> None:
+    """100 tokens padded to 128 are 4 in 512, not 5: nothing has to be split afterwards."""
+
+    class Collator:
+        pad_to_multiple_of = 64
+
+        def __call__(self, rows: list[dict[str, Any]]) -> Batch:
+            return collate(rows, to=-(-max(len(row["input_ids"]) for row in rows) // 64) * 64)
+
+    rows = examples(0, [100] * 12 + [20] * 12 + [70] * 12)
+    accumulator = wb.GradientAccumulator(built(), token_loss, collate_fn=Collator(), deterministic=True)
+    accumulator.backward(rows)
+    assert accumulator.backward(rows).micro_batch_sizes == (4, 4, 4, 4, 4, 4, 6, 6)
+
+
+def test_two_masks_leave_a_batch_as_it_is() -> None:
+    """Which of them says how long the examples are is not known."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> wb.LossSum:
+        return token_loss(model, batch["one"])
+
+    batch = {"one": collate(BATCHES[0], to=20), "other": collate(BATCHES[1][::-1], to=20)}
+    report = wb.GradientAccumulator(built(), loss_fn, micro_batch_size=3).backward(batch)
+    assert (report.real_tokens, report.padded_tokens) == (None, None)
+
+
+def test_a_stated_layout_is_left_as_it_is() -> None:
+    layout = wb.BatchLayout(batch_dims={"extra": 1})
+    batch = {**collate(BATCHES[0], to=20), "extra": torch.zeros(3, len(LENGTHS), 20)}
+
+    def loss_fn(model: nn.Module, batch: Batch) -> wb.LossSum:
+        assert batch["extra"].shape[2] == batch["input_ids"].shape[1] == 20
+        return token_loss(model, batch)
+
+    report = wb.GradientAccumulator(built(), loss_fn, micro_batch_size=3, layout=layout).backward(batch)
+    assert report.padded_tokens == 20 * len(LENGTHS)
+
+
+def test_an_example_that_is_all_padding_leaves_a_batch_as_it_is() -> None:
+    batch = collate(BATCHES[0], to=20)
+    batch["attention_mask"][4] = 0
+    batch["labels"][4], batch["input_ids"][4] = -100, 0
+    assert padding_of(Piece(batch)) is None
+    batch["attention_mask"][4, 0] = 1
+    assert padding_of(Piece(batch)) is not None
+
+
+def test_trimmed_fields_can_be_viewed_as_losses_do() -> None:
+    """`labels.view(-1)` needs rows without gaps between them, also where they are neighbours in the batch."""
+
+    def viewing(model: nn.Module, batch: Batch) -> wb.LossSum:
+        labels = batch["labels"].view(-1)
+        logits = model(batch["input_ids"], batch["attention_mask"])
+        return wb.LossSum(F.cross_entropy(logits.view(-1, VOCABULARY), labels, reduction="sum"), (labels != -100).sum())
+
+    same_length = collate(examples(0, [7] * 12), to=20)
+    report = wb.GradientAccumulator(built(), viewing, micro_batch_size=3).backward(same_length)
+    assert report.padded_tokens == 7 * 12
+
+
+def test_modules_that_track_what_they_see_keep_the_order() -> None:
+    from wholebatch.suitability import order_matters
+
+    assert order_matters(nn.Sequential(nn.InstanceNorm1d(3, track_running_stats=True)))
+    assert not order_matters(nn.Sequential(nn.InstanceNorm1d(3), nn.LayerNorm(3)))
+    assert not order_matters(nn.Sequential(nn.BatchNorm1d(3)).eval())
+
+
+def test_a_new_kind_of_padding_is_tried_when_it_comes() -> None:
+    """Whatever was tried before it: the third batch has its padding on the other side."""
+    accumulator = wb.GradientAccumulator(built("from the mask"), token_loss, micro_batch_size=3)
+    tokens = [
+        accumulator.backward(collate(rows, left, to=20)).padded_tokens
+        for rows, left in zip(BATCHES, (False, False, True), strict=True)
+    ]
+    assert max(tokens) < 14 * len(LENGTHS)
+
+
+def test_a_batch_that_says_nothing_is_followed_by_one_that_does() -> None:
+    """A model that gives zero whatever it sees says nothing of the padding; a trained one does."""
+    model = built()
+    accumulator = wb.GradientAccumulator(model, lambda m, b: scaled(m, b), micro_batch_size=3)
+    scale = 0.0
+
+    def scaled(model: nn.Module, batch: Batch) -> wb.LossSum:
+        loss = token_loss(model, batch)
+        return wb.LossSum(loss.sum * scale, loss.count)
+
+    padded = [collate(rows, to=20) for rows in BATCHES]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert accumulator.backward(padded[0]).padded_tokens == 20 * len(LENGTHS)
+        scale = 1.0
+        assert accumulator.backward(padded[1]).padded_tokens < 14 * len(LENGTHS)
+
+
+def test_what_is_split_keeps_its_tokens_and_its_places() -> None:
+    rows = collate(BATCHES[0], to=20)
+    knife = Knife(Counter("tokens"))
+    [whole] = knife.cut(rows, FixedSize(12)).micro_batches
+    parts = list(knife.split(whole, 5))
+    assert [part.num_examples for part in parts] == [4, 4, 4]
+    assert [part.start for part in parts] == [0, 4, 8]
+    assert [part.tokens for part in parts] == [80, 80, 80]
+    assert [place for part in parts for place in part.examples] == list(range(12))
+    assert sum(part.counts["loss"] for part in parts) == whole.counts["loss"]
+
+
+def test_lengths_are_learned_from_what_was_made_and_never_shrink() -> None:
+    learned = PaddedLengths()
+    learned.learn_first(10, 12)
+    learned.learn_first(100, 102)
+    assert learned.of([10, 55, 100, 200]) == [12, 57, 102, 202]
+    learned.learn(60, 90)  # longer than expected
+    assert learned.of([55, 60, 70, 100])[1] == 90
+    assert learned.of([60, 80, 100]) == sorted(learned.of([60, 80, 100]))
+    learned.learn(60, 80)  # shorter than once made of the same: the worst counts
+    assert learned(60) == 90
+    later = PaddedLengths()
+    later.load_state_dict(learned.state_dict())
+    assert later.of(range(1, 300)) == learned.of(range(1, 300))

@@ -12,7 +12,8 @@ import torch
 
 from wholebatch.batch.containers import has_children, opened
 from wholebatch.errors import CountError
-from wholebatch.loss.counting import IGNORED_LABEL, find_labels
+from wholebatch.facts import IGNORED_LABEL
+from wholebatch.loss.counting import find_labels
 
 CLASSES = "an imagined weight per class"
 """Tells whether examples differ in their class: a loss with class weights may show only then."""

@@ -12,13 +12,17 @@ import torch
 from wholebatch.batch.containers import copied, tensors
 from wholebatch.batch.flattened import FlatPiece, flattened
 from wholebatch.batch.layout import BatchPieces, Piece
-from wholebatch.batch.lengths import PaddedLengths, example_length, holds_tokens, padded_units
+from wholebatch.batch.lengths import PaddedLengths, example_length, holds_tokens, padded_units, rounded_up
+from wholebatch.batch.partition import equal_sizes
 from wholebatch.batch.sizing import Sizing
-from wholebatch.batch.trimming import Padding, masked_tokens, padding_of, trimmed
+from wholebatch.batch.trimming import Padding, Trims, masked_tokens, padding_of, trimmed
 from wholebatch.errors import BatchLayoutError
 from wholebatch.facts import BatchLayout
 from wholebatch.loss.counting import ONLY, Counter, as_numbers
 from wholebatch.undisturbed import same_random_state
+
+SURPRISE = 1.25
+"""A collator may make examples longer than expected by this before what it has made is split."""
 
 CollateFunction = Callable[[list[Any]], Any]
 
@@ -70,15 +74,15 @@ class MicroBatch:
         return bool(self.counts) and not any(self.counts.values())
 
     def parts(self, limit: int | None) -> "list[MicroBatch]":
-        """In parts of at most `limit` examples, not counted: what a collator has made longer than was expected."""
+        """In parts of at most `limit` examples, not counted: the micro-batch has turned out too large."""
         if limit is None or self.num_examples <= limit:
             return [self]
-        return [self.part(first, first + limit) for first in range(0, self.num_examples, limit)]
+        sizes = equal_sizes(self.num_examples, limit)
+        return [self._part(first, size) for first, size in zip(accumulate(sizes, initial=0), sizes, strict=False)]
 
-    def part(self, first: int, last: int) -> "MicroBatch":
-        """Some of its rows, not counted."""
-        rows = self.rows[first:last]
-        tokens = self.tokens * len(rows) // len(self.rows)
+    def _part(self, first: int, size: int) -> "MicroBatch":
+        tokens = self.tokens * size // self.num_examples
+        rows = self.rows[first : first + size]
         return replace(self, rows=rows, start=self.start + first, tokens=tokens, counts={})
 
 
@@ -119,27 +123,6 @@ class CutBatch:
     def unlabelled(self) -> bool:
         """Whether the batch is known to hold nothing that the loss is a mean over."""
         return all(micro_batch.unlabelled for micro_batch in self.micro_batches)
-
-
-@dataclass
-class Trims:
-    """Which kinds of padding may be left out, by what checks on the model and its loss have said."""
-
-    allowed: set[str] = field(default_factory=set)
-    refused: set[str] = field(default_factory=set)
-
-    def settle(self, kind: str, holds: bool) -> None:
-        """Note what a check has found."""
-        self.allowed.discard(kind)
-        (self.allowed if holds else self.refused).add(kind)
-
-    def state_dict(self) -> dict[str, list[str]]:
-        """What was found."""
-        return {"allowed": sorted(self.allowed), "refused": sorted(self.refused)}
-
-    def load_state_dict(self, state: Mapping[str, Sequence[str]]) -> None:
-        """Take over what an earlier run found, of the same model and loss."""
-        self.allowed, self.refused = set(state["allowed"]), set(state["refused"])
 
 
 @dataclass(frozen=True)
@@ -254,7 +237,7 @@ class Knife:
         own = [example_length(example) for example in batch]
         if not self.padded.known:
             self._learn(batch, own, collate_fn)
-        lengths = self.padded.of(own)
+        lengths = [rounded_up(length, self.multiple) for length in self.padded.of(own)]
         if in_order:
             lengths = [max(lengths)] * len(batch)
         order, parts, start = by_length(lengths), [], 0
@@ -266,7 +249,8 @@ class Knife:
             if isinstance(piece, Piece):
                 self.padded.learn(longest, -(-tokens // size))
             part = MicroBatch(piece, range(size), places, start, max(1, tokens // size), tokens)
-            parts += part.parts(sizing.limit(part.length))
+            surprised = part.length > SURPRISE * lengths[places[0]]
+            parts += part.parts(sizing.limit(part.length)) if surprised else [part]
             real = _plus(real, piece, [own[place] for place in places] if holds_tokens(batch[places[0]]) else None)
             start += size
         return parts, real

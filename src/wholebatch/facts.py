@@ -13,6 +13,13 @@ Number: TypeAlias = int | float | torch.Tensor
 """A Python number, or a 0-d tensor."""
 
 
+IGNORED_LABEL = -100
+"""The label that torch's and Hugging Face's losses leave out of their mean."""
+
+LABEL_FIELDS = ("labels", "label", "targets", "target", "label_ids")
+"""What the labels of a batch are called."""
+
+
 @dataclass(frozen=True, eq=False)
 class LossSum:
     """A loss as its parts: the sum over its units, and how many units there were.

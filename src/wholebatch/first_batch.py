@@ -360,7 +360,7 @@ class FirstBatch:
             "batches": self._batches,
             "next_try": self._next_try,
             "trim_batches": self._trims.batches,
-            "trim_next_try": self._trims.next_try,
+            "trim_next_try": dict(self._trims.next_try),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -369,7 +369,8 @@ class FirstBatch:
         self._untold, self._undecided = frozenset(state["untold"]), bool(state["undecided"])
         self._tries, self._batches = int(state["tries"]), int(state["batches"])
         self._next_try = int(state["next_try"])
-        self._trims.batches, self._trims.next_try = int(state["trim_batches"]), int(state["trim_next_try"])
+        self._trims.batches = int(state["trim_batches"])
+        self._trims.next_try = {str(kind): int(batch) for kind, batch in state["trim_next_try"].items()}
 
 
 def _in_either_mode(evaluate: Callable[[bool], T]) -> T:

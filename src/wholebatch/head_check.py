@@ -11,9 +11,8 @@ from torch import nn
 from wholebatch.batch.containers import map_tensors
 from wholebatch.cut import CutBatch, Knife
 from wholebatch.evidence import Witness
-from wholebatch.facts import BatchLayout
+from wholebatch.facts import IGNORED_LABEL, BatchLayout
 from wholebatch.gradients.precision import one_autocast
-from wholebatch.loss.counting import IGNORED_LABEL
 from wholebatch.loss.head import ChunkedHead, Head, HeadProbe, chunked_loss
 from wholebatch.loss.hugging_face import forward_loss
 from wholebatch.loss.measured import Measured

@@ -16,8 +16,8 @@ from wholebatch.batch.layout import Piece
 from wholebatch.batch.trimming import Padding, trimmed
 from wholebatch.candidates import CLASSES, OF_LABELS, candidates
 from wholebatch.cut import CollateFunction, CutBatch, Knife, spared
-from wholebatch.facts import BatchLayout
-from wholebatch.loss.counting import IGNORED_LABEL, as_numbers
+from wholebatch.facts import IGNORED_LABEL, BatchLayout
+from wholebatch.loss.counting import as_numbers
 from wholebatch.undisturbed import drawn_so_far
 
 T = TypeVar("T")

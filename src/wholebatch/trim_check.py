@@ -36,7 +36,9 @@ class TrimCheck:
 
     def __init__(self, knife: Knife, shifted: bool) -> None:
         self._knife, self._shifted = knife, shifted
-        self.batches, self.next_try = 0, 1
+        self.batches = 0
+        self.next_try: dict[str, int] = {}
+        """By kind of padding that a batch has said nothing of: the batch from which on it is tried again."""
 
     def check(self, cut: CutBatch, most: int, witnessed: Witnessed) -> bool:
         """Check what has not been tried, and now and then what has; whether the batch is to be cut again.
@@ -48,21 +50,20 @@ class TrimCheck:
         if not used and not cut.untried:
             return False
         self.batches += 1
-        due = self.batches >= self.next_try
         again = self.batches.bit_count() == 1  # the 2nd, 4th, 8th, ...: models and losses change
         trims, changed = self._knife.trims, False
         for piece, padding in {p.kind: (one, p) for one, p in [*cut.untried, *used]}.values():
             allowed = padding.kind in trims.allowed
-            if padding.kind in trims.refused or not (again if allowed else due):
+            due = again if allowed else self.batches >= self.next_try.get(padding.kind, 0)
+            if padding.kind in trims.refused or not due:
                 continue
             sample = trimmed_sample(piece, padding, min(most, MOST_EXAMPLES), self._knife, self._shifted)
             holds = None if sample is None else self._holds(sample, padding, witnessed)
             if holds is None:
+                self.next_try[padding.kind] = 2 * self.batches
                 continue
             trims.settle(padding.kind, holds)
             changed |= holds != allowed
-        if due and not changed:
-            self.next_try = 2 * self.batches
         return changed
 
     def _holds(self, sample: Sample, padding: Padding, witnessed: Witnessed) -> bool | None:

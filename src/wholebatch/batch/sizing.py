@@ -19,6 +19,9 @@ TOLERANCE = 0.02
 REPEATS = 3
 """Micro-batches measured of each size; the fastest counts, since other work on the machine only slows one down."""
 
+LEVELS_AT_ONCE = 3
+"""Sizes tried in the first batch; after it each further one has to wait until those before it have been looked at."""
+
 DOUBTFUL = 0.95
 """A size slower than this share of a smaller one is measured three times as often before that is believed: work per
 example hardly ever grows with the size, but a busy machine can slow down every measurement of a size."""
@@ -193,6 +196,7 @@ class SizeSearch:
         sizes = [] if self._warm else [1]
         at, level = len(sizes), self._next_level()
         last, planned, total = level, Counter[int](), sum(lengths)
+        largest = max(level, self._first * 2 ** (LEVELS_AT_ONCE - 1))
         while at < len(lengths):
             size = max(1, level // lengths[at])
             if size > len(lengths) - at:  # too few are left for this size
@@ -201,7 +205,7 @@ class SizeSearch:
             at, last = at + size, level
             planned[level] += 1
             while planned[level] + len(self._timings.get(level, ())) >= self._wanted(level):
-                if 2 * level * REPEATS > total:
+                if 2 * level * REPEATS > total or 2 * level > largest:
                     break  # whether larger ones are of use is asked first, as they cost memory
                 level *= 2
         return sizes

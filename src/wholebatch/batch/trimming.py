@@ -7,7 +7,7 @@ by their shapes, and anything doubtful leaves the batch as it is: only an end-to
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,10 +16,9 @@ from wholebatch.batch.containers import opened
 from wholebatch.batch.fields import children
 from wholebatch.batch.layout import Piece
 from wholebatch.batch.lengths import rounded_up
+from wholebatch.facts import IGNORED_LABEL, LABEL_FIELDS
 
 MASK = "attention_mask"
-LABELS = ("labels", "label", "targets", "target", "label_ids")
-IGNORED_LABEL = -100
 
 NUMBERED = ("position_ids",)
 """Fields that may hold anything where there is padding."""
@@ -69,6 +68,27 @@ class Padding:
 
     def _rounded(self, length: int) -> int:
         return min(self.width, rounded_up(max(length, 1), self.multiple))
+
+
+@dataclass
+class Trims:
+    """Which kinds of padding may be left out, by what checks on the model and its loss have said."""
+
+    allowed: set[str] = field(default_factory=set)
+    refused: set[str] = field(default_factory=set)
+
+    def settle(self, kind: str, holds: bool) -> None:
+        """Note what a check has found."""
+        self.allowed.discard(kind)
+        (self.allowed if holds else self.refused).add(kind)
+
+    def state_dict(self) -> dict[str, list[str]]:
+        """What was found."""
+        return {"allowed": sorted(self.allowed), "refused": sorted(self.refused)}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[str]]) -> None:
+        """Take over what an earlier run found, of the same model and loss."""
+        self.allowed, self.refused = set(state["allowed"]), set(state["refused"])
 
 
 def padding_of(piece: Piece, multiple: int = 1) -> Padding | None:
@@ -145,17 +165,17 @@ def _fields_of_width(piece: Piece, width: int) -> frozenset[str] | None:
     Fields that are shared, or have that length elsewhere (square masks, channels first), make it unclear.
     """
     found = set()
-    for field, value in zip(piece.fields, piece.values, strict=True):
+    for its, value in zip(piece.fields, piece.values, strict=True):
         if not isinstance(value, torch.Tensor):
             continue
         shape = tuple(value.shape) if not value.is_nested else ()
-        if width not in shape[1:] and not (field.role == "shared" and width in shape):
+        if width not in shape[1:] and not (its.role == "shared" and width in shape):
             continue
-        per_example = field.role == "per example" and shape[0] == piece.num_examples
-        numbered = field.role == "shared" and shape == (1, width)
+        per_example = its.role == "per example" and shape[0] == piece.num_examples
+        numbered = its.role == "shared" and shape == (1, width)
         if shape.count(width) - (shape[0] == width) != 1 or shape[1:2] != (width,) or not (per_example or numbered):
             return None
-        found.add(field.path)
+        found.add(its.path)
     return frozenset(found)
 
 
@@ -176,7 +196,7 @@ def _only_padding(value: Any, path: str, fields: Collection[str], columns: _Colu
         if not bool((outside == outside.flatten()[:1]).all()):
             return False
         found[path] = f"{outside.flatten()[0].item():g}" if outside.numel() else ""
-        ignored = name in LABELS or found[path] == str(IGNORED_LABEL)
+        ignored = name in LABEL_FIELDS or found[path] == str(IGNORED_LABEL)
         begins = columns.first_after_padding(value)
         return not ignored or bool((outside == IGNORED_LABEL).all() and (begins == IGNORED_LABEL).all())
     if not any(field.startswith(f"{path}." if path else "") for field in fields):

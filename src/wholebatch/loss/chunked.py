@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from wholebatch.errors import ConfigurationError
-from wholebatch.facts import LossSum, Number
-from wholebatch.loss.counting import IGNORED_LABEL
+from wholebatch.facts import IGNORED_LABEL, LossSum, Number
 from wholebatch.loss.kernels import Form, Gradients, fused_pass
 
 CHUNK_ROWS = 128

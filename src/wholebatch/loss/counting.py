@@ -7,19 +7,14 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from wholebatch.errors import ConfigurationError, CountError
-from wholebatch.facts import Number
+from wholebatch.facts import IGNORED_LABEL, LABEL_FIELDS, Number
 from wholebatch.loss.hugging_face import OwnCount
-
-IGNORED_LABEL = -100
-"""The label that torch's and Hugging Face's losses leave out of their mean."""
 
 ONLY = "loss"
 """The name of the term where a loss has only one."""
 
 CountFunction: TypeAlias = Callable[[Any], Number]
 Count: TypeAlias = Literal["examples", "tokens", "sum"] | CountFunction | Mapping[str, Any]
-
-_LABEL_FIELDS = ("labels", "label", "targets", "target", "label_ids")
 
 
 class Counter:
@@ -143,14 +138,14 @@ def find_labels(micro_batch: Any) -> torch.Tensor:
     elif isinstance(micro_batch, (tuple, list)) and not hasattr(micro_batch, "_fields"):
         fields = {"labels": micro_batch[1]} if len(micro_batch) == 2 else {}
     else:
-        fields = {name: getattr(micro_batch, name) for name in _LABEL_FIELDS if hasattr(micro_batch, name)}
-    found = [fields[name] for name in _LABEL_FIELDS if fields.get(name) is not None]
+        fields = {name: getattr(micro_batch, name) for name in LABEL_FIELDS if hasattr(micro_batch, name)}
+    found = [fields[name] for name in LABEL_FIELDS if fields.get(name) is not None]
     if len(found) == 1 and isinstance(found[0], torch.Tensor) and found[0].ndim > 0:
         return found[0]
     there = f" with the fields {', '.join(map(str, micro_batch))}" if isinstance(micro_batch, Mapping) else ""
     raise CountError(
         f"the labels to count were not found in a batch of type {type(micro_batch).__name__}{there}: looked for one "
-        f"tensor called {', '.join(_LABEL_FIELDS)}, or the second of a pair. Add it, or pass a function: "
+        f"tensor called {', '.join(LABEL_FIELDS)}, or the second of a pair. Add it, or pass a function: "
         f"count=lambda micro_batch: (micro_batch[...] != {IGNORED_LABEL}).sum()"
     )
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
+from wholebatch.facts import IGNORED_LABEL
 from wholebatch.loss.chunked import CHUNK_ROWS, linear_cross_entropy
-from wholebatch.loss.counting import IGNORED_LABEL
 from wholebatch.loss.hugging_face import forward_loss, hugging_face_model, own_count
 
 LEAST_LOGITS = 2**23
